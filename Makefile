@@ -1,0 +1,60 @@
+# For newcomers: `make train` and `make test` need nothing but a Python and this checkout.
+# The environment lives in .venv and is installed again only when pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+PIP_INSTALL := $(VENV)/bin/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check proto clean
+
+help:
+	@echo "make train   train four islands and a syncer on this machine (configs/default.toml)"
+	@echo "make test    run the tests"
+	@echo "make check   formatting, lint, types and import direction"
+	@echo "make proto   generate the wire messages again after a change to skerry.proto"
+	@echo "make clean   remove the environment, builds and caches; finished runs stay"
+	@echo
+	@echo "ARGS='...' is passed on to 'skerry train' or pytest; PYTHON=python3.12 picks the Python of a new environment"
+
+train: $(VENV)/.installed-run
+	$(VENV)/bin/skerry train configs/default.toml $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest -q $(ARGS)
+
+check: $(VENV)/.installed-dev
+	scripts/check
+
+proto: $(VENV)/bin/pip
+	scripts/proto
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed-run: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	@echo "installing skerry and what it needs into $(VENV) (a minute or two)..."
+	@$(PIP_INSTALL) -e '.[plot,text]'
+	@touch $@
+
+# Holds everything .installed-run does, so it vouches for that one too.
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	@echo "installing skerry and its development tools into $(VENV) (a minute or two)..."
+	@$(PIP_INSTALL) -e '.[plot,text,dev]'
+	@touch $(VENV)/.installed-run $@
+
+# pip is the last thing that venv writes, so an environment that was left half made is made again.
+$(VENV)/bin/pip:
+	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || \
+	  { echo "error: PYTHON must be a Python 3.10 to 3.13, but '$(PYTHON)' does not run" >&2; exit 1; }; \
+	case "$$version" in \
+	  3.10|3.11|3.12|3.13) ;; \
+	  *) echo "error: PYTHON must be a Python 3.10 to 3.13, got $$version ('$(PYTHON)'); try: make PYTHON=python3.12" >&2; exit 1;; \
+	esac; \
+	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "error: '$(PYTHON)' has no venv module; install it (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
+	echo "creating $(VENV) with Python $$version"; \
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,38 @@
+"""Skerry trains one PyTorch model on many separate islands of compute that never wait for each other.
+
+    learner = skerry.join("syncer.example.org:7070", model, optimizer)
+
+The names below are loaded when they are first used, so that importing skerry (and `skerry --help`) does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skerry.config import BeginConfig, SyncConfig
+    from skerry.launch.serve import create, serve
+    from skerry.learner.learner import Learner, join
+    from skerry.wire.connection import TLS
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "join": "skerry.learner.learner",
+    "Learner": "skerry.learner.learner",
+    "create": "skerry.launch.serve",
+    "serve": "skerry.launch.serve",
+    "SyncConfig": "skerry.config",
+    "BeginConfig": "skerry.config",
+    "TLS": "skerry.wire.connection",
+}
+
+__all__ = ["TLS", "BeginConfig", "Learner", "SyncConfig", "create", "join", "serve"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'skerry' has no attribute {name!r}")
+    return getattr(import_module(home), name)

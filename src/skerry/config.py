@@ -1,0 +1,327 @@
+"""What a user can set: frozen dataclasses, read from one TOML file and dotted command-line overrides.
+
+Checks live in `__post_init__`, so a configuration that exists is a valid one. Nothing here imports torch: the command
+line must answer `--help` at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from skerry.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Algorithm = Literal["decoupled", "streaming", "diloco", "dp"]
+
+
+def _require(ok: bool, name: str, value: object, requirement: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} must be {requirement}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class BeginConfig:
+    """How a run begins. Most of the gap to data-parallel training is made in the first tenth, where merging often pays."""
+
+    steps: int = 0
+    """Over how many outer steps the beginning lasts; 0 means the run starts with its final settings."""
+    every: int = 1
+    """H at the very start; it doubles in equal stretches until it reaches sync.every."""
+    outer_lr: float = 1.0
+    """Outer learning rate at the very start; it moves to sync.outer_lr as H grows."""
+    outer_momentum: float = 0.0
+    """Outer momentum at the very start; it moves to sync.outer_momentum as H grows."""
+    islands: int = 0
+    """How many islands may train during the beginning; the others wait until it is over. 0 means all."""
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 0, "sync.begin.steps", self.steps, ">= 0")
+        _require(self.every >= 1, "sync.begin.every", self.every, ">= 1")
+        _require(self.outer_lr > 0, "sync.begin.outer_lr", self.outer_lr, "> 0")
+        _require(0 <= self.outer_momentum < 1, "sync.begin.outer_momentum", self.outer_momentum, "in [0, 1)")
+        _require(self.islands >= 0, "sync.begin.islands", self.islands, ">= 0")
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """How islands and syncer exchange the model. All islands of a run are told these by the syncer."""
+
+    fragments: int = 24
+    """P: into how many fragments the model is split."""
+    every: int = 24
+    """H: inner steps between two merges of the same fragment."""
+    overlap: int = 2
+    """τ: inner steps an exchange may take while training goes on."""
+    quorum: int = 1
+    """K: contributions a merge needs before its grace window opens; 0 means every live learner."""
+    wait: bool = False
+    """Islands stop τ steps after a fragment was due until its merge has arrived (lock-step), instead of never waiting."""
+    grace: float = 0.9
+    """γ: share of the spare time of an exchange that a merge spends waiting for more contributions."""
+    merge: Literal["radial", "mean"] = "radial"
+    """Radial-directional averaging or the plain weighted mean; embeddings always use the plain mean."""
+    outer_lr: float = 0.7
+    """Learning rate of the outer Nesterov step."""
+    outer_momentum: float = 0.6
+    """Momentum of the outer Nesterov step."""
+    damp_absent: bool = True
+    """Scale the outer step by the share of live learners' weight that is in the merge, so one island cannot drag the model."""
+    staleness: int = 1
+    """How many versions behind the current one the base of a contribution may be."""
+    adopt: Literal["overwrite", "blend", "carry"] = "overwrite"
+    """What an island does with a merged fragment: take it, mix it in, or add its progress since the snapshot to it."""
+    blend: float = 0.5
+    """Share of the global value when adopt = "blend"."""
+    send: Literal["fp32", "bf16"] = "bf16"
+    """Encoding of contributions, which are differences."""
+    publish: Literal["fp32", "bf16"] = "fp32"
+    """Encoding of merged fragments, which are values."""
+    start_with: int = 1
+    """How many learners must have joined before any of them starts training."""
+    budget_tokens: int = 0
+    """Tokens after which the run ends; 0 means it goes on until it is stopped."""
+    silence_s: float = 10.0
+    """A learner not heard of for this long is no longer waited for or asked."""
+    begin: BeginConfig = field(default_factory=BeginConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.fragments >= 1, "sync.fragments", self.fragments, ">= 1")
+        _require(self.every >= 1, "sync.every", self.every, ">= 1")
+        _require(self.overlap >= 0, "sync.overlap", self.overlap, ">= 0")
+        _require(self.quorum >= 0, "sync.quorum", self.quorum, ">= 0")
+        _require(0 <= self.grace < 1, "sync.grace", self.grace, "in [0, 1)")
+        _require(self.outer_lr > 0, "sync.outer_lr", self.outer_lr, "> 0")
+        _require(0 <= self.outer_momentum < 1, "sync.outer_momentum", self.outer_momentum, "in [0, 1)")
+        _require(self.staleness >= 0, "sync.staleness", self.staleness, ">= 0")
+        _require(0 < self.blend <= 1, "sync.blend", self.blend, "in (0, 1]")
+        _require(self.start_with >= 1, "sync.start_with", self.start_with, ">= 1")
+        _require(self.budget_tokens >= 0, "sync.budget_tokens", self.budget_tokens, ">= 0")
+        _require(self.silence_s > 0, "sync.silence_s", self.silence_s, "> 0")
+        _require(
+            not self.wait or self.overlap < self.every, "sync.overlap", self.overlap, "less than sync.every in lock-step"
+        )
+        _require(self.begin.every <= self.every, "sync.begin.every", self.begin.every, "at most sync.every")
+
+    def for_algorithm(self, algorithm: Algorithm) -> SyncConfig:
+        """The same settings with what defines the named algorithm put in place."""
+        if algorithm == "streaming":
+            return dataclasses.replace(self, quorum=0, wait=True)
+        if algorithm == "diloco":
+            return dataclasses.replace(self, quorum=0, wait=True, fragments=1, overlap=0)
+        return self
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The reference GPT. `size` picks a preset; any number given beside it replaces the preset's."""
+
+    size: str = "1m"
+    layers: int = 0
+    width: int = 0
+    heads: int = 0
+    context: int = 128
+    """Tokens a sequence holds."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads"):
+            _require(getattr(self, name) >= 0, f"model.{name}", getattr(self, name), ">= 0 (0 takes the preset's)")
+        _require(self.context >= 2, "model.context", self.context, ">= 2")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    corpus: Literal["stdlib", "folder", "tokens"] = "stdlib"
+    """The standard library's own source, a folder of text files, or token files (.npy or raw little-endian integers)."""
+    path: str = ""
+    """The folder, for `folder` and `tokens`."""
+    suffixes: tuple[str, ...] = (".txt", ".md", ".py")
+    """Which files of a folder are read."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    held_out: float = 0.02
+    """Share of files kept for validation."""
+    token_bytes: Literal[2, 4] = 2
+    """Width of raw token files."""
+
+    def __post_init__(self) -> None:
+        _require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "in (0, 0.5)")
+        _require(self.corpus == "stdlib" or bool(self.path), "data.path", self.path, f"set for corpus {self.corpus!r}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    tokens: int = 2_500_000
+    """The run's budget: tokens trained on, over all islands."""
+    batch: int = 8
+    """Sequences in one inner step of one island."""
+    accumulate: int = 1
+    """Micro-batches an inner step is split into."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    beta2: float = 0.95
+    warmup: float = 0.02
+    """Share of the budget over which the learning rate rises."""
+    final_lr: float = 0.1
+    """Share of `lr` at which the cosine decay ends."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 switches clipping off."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.tokens >= 1, "train.tokens", self.tokens, ">= 1")
+        _require(self.batch >= 1, "train.batch", self.batch, ">= 1")
+        _require(self.accumulate >= 1, "train.accumulate", self.accumulate, ">= 1")
+        _require(self.batch % self.accumulate == 0, "train.accumulate", self.accumulate, f"a divisor of {self.batch}")
+        _require(self.lr > 0, "train.lr", self.lr, "> 0")
+        _require(0 <= self.warmup < 1, "train.warmup", self.warmup, "in [0, 1)")
+        _require(0 <= self.final_lr <= 1, "train.final_lr", self.final_lr, "in [0, 1]")
+        _require(self.clip >= 0, "train.clip", self.clip, ">= 0")
+
+
+@dataclass(frozen=True)
+class IslandsConfig:
+    count: int = 4
+    """Islands that `skerry train` starts on this machine."""
+    threads: int = 0
+    """CPU threads of one island; 0 shares the machine's cores out."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one."""
+    restarts: int = 20
+    """How often one island or the syncer is started again before the run is given up."""
+
+    def __post_init__(self) -> None:
+        _require(self.count >= 1, "islands.count", self.count, ">= 1")
+        _require(self.threads >= 0, "islands.threads", self.threads, ">= 0")
+        _require(self.restarts >= 0, "islands.restarts", self.restarts, ">= 0")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every_tokens: int = 500_000
+    """How often the global model is validated while the run goes on."""
+    tokens: int = 32_768
+    """Held-out tokens of one validation during the run."""
+    final_tokens: int = 131_072
+    """Held-out tokens of the last validation."""
+    sample_tokens: int = 240
+    """Length of the sample the finished model writes; 0 for none."""
+
+    def __post_init__(self) -> None:
+        _require(self.every_tokens >= 1, "eval.every_tokens", self.every_tokens, ">= 1")
+        _require(self.tokens >= 1, "eval.tokens", self.tokens, ">= 1")
+        _require(self.final_tokens >= 1, "eval.final_tokens", self.final_tokens, ">= 1")
+        _require(self.sample_tokens >= 0, "eval.sample_tokens", self.sample_tokens, ">= 0")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole training job."""
+
+    algorithm: Algorithm = "decoupled"
+    """`decoupled` never waits; `streaming` and `diloco` go in lock-step; `dp` is plain data-parallel training."""
+    run: str = "runs/default"
+    """Folder of the run."""
+    init: str = ""
+    """A safetensors file to start from, instead of fresh weights from train.seed."""
+    begin_share: float = 0.0
+    """Share of the budget the beginning lasts; sets sync.begin.steps when that is 0."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.run), "run", self.run, "a folder")
+        _require(0 <= self.begin_share < 1, "begin_share", self.begin_share, "in [0, 1)")
+
+    def resolved(self) -> Config:
+        """With everything derived filled in: the form that is written into the run folder."""
+        sync = self.sync.for_algorithm(self.algorithm)
+        step_tokens = self.train.batch * self.model.context * self.islands.count
+        begin = sync.begin
+        if begin.steps == 0 and self.begin_share > 0:
+            begin = dataclasses.replace(begin, steps=int(self.begin_share * self.train.tokens / step_tokens))
+        sync = dataclasses.replace(
+            sync,
+            begin=begin,
+            budget_tokens=self.train.tokens,
+            start_with=max(sync.start_with, self.islands.count),
+        )
+        return dataclasses.replace(self, sync=sync)
+
+
+def from_mapping(cls: type[Any], values: Mapping[str, Any], where: str = "") -> Any:
+    """A config dataclass from plain values; unknown keys and wrong types are errors that name the key."""
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{where}{key}"
+        if key not in known:
+            raise ConfigError(f"{name} is not a setting; known here: {', '.join(sorted(known))}")
+        arguments[key] = _checked(hints[key], value, name)
+    return cls(**arguments)
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} must be a table, got {value!r}")
+        return from_mapping(typing.cast(type[Any], hint), value, f"{name}.")
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{name} must be a list of strings, got {value!r}")
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{name} must be {hint.__name__}, got {value!r}")
+    return value
+
+
+def load(path: Path) -> Config:
+    """Read a TOML file."""
+    try:
+        with path.open("rb") as file:
+            values = tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration file at {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return typing.cast(Config, from_mapping(Config, values))
+
+
+def to_json(config: object) -> str:
+    """A config dataclass as JSON that `from_json` reads back."""
+    return json.dumps(dataclasses.asdict(typing.cast(Any, config)), indent=2)
+
+
+def from_json(cls: type[Any], text: str) -> Any:
+    try:
+        return from_mapping(cls, json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"not valid JSON: {error}") from None

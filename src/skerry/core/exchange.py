@@ -1,0 +1,256 @@
+"""The learner's side of the exchange as a state machine: what to fetch, what to give, what to adopt, when to wait.
+
+It knows counters and versions, not tensors. Its caller owns threads, sockets and the model, and asks it after every event.
+
+Rules:
+ 1. Progress counts from the version last adopted. Steps and tokens of a fragment start again at every adoption, except
+    that "carry" keeps what was done after the snapshot.
+ 2. An answer needs a base the syncer still takes (min_base) and at least one step of progress. Until then the question stays open.
+ 3. Only the newest version of a fragment is fetched; one that is overtaken is dropped.
+ 4. Outside lock-step nothing ever waits. In lock-step a fragment due at step t is snapshot at t, adopted at t + τ and
+    not before, and step t + τ + 1 does not start without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from skerry.config import SyncConfig
+from skerry.core.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Question:
+    """The syncer wants this fragment for its round `step`."""
+
+    fragment: int
+    step: int
+    min_base: int
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version the syncer has announced."""
+
+    fragment: int
+    version: int
+    step: int
+    includes_ours: bool
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The learner's totals at some moment."""
+
+    steps: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Give:
+    """Answer a question: progress of `steps` and `tokens` since version `base`. `staged` names a snapshot already taken."""
+
+    question: Question
+    base: int
+    steps: int
+    tokens: int
+    at: Mark
+    staged: bool
+
+
+@dataclass(frozen=True)
+class GiveNothing:
+    question: Question
+
+
+@dataclass
+class Held:
+    version: int = -1
+    adopted_at: Mark = field(default_factory=Mark)
+    question: Question | None = None
+    given_at: Mark | None = None
+    """Totals when the snapshot of the last answer was taken, if it was taken from the version held now."""
+    staged: tuple[int, Mark, int] | None = None
+    """In lock-step: (step, totals, version) of the snapshot taken when the fragment was due."""
+    waits_for: int | None = None
+    """In lock-step: the due step whose merge has not been adopted yet."""
+    newest: Version | None = None
+    fetching: Version | None = None
+    fetched: Version | None = None
+
+
+Phase = Literal["joining", "training", "stopped"]
+
+
+class Exchange:
+    def __init__(self, sync: SyncConfig, fragments: int) -> None:
+        self.sync = sync
+        self.schedule = Schedule(sync, fragments)
+        self.held = [Held() for _ in range(fragments)]
+        self.totals = Mark()
+        self.step = 0
+        """The learner's place in the run: it takes over the run's step when it begins."""
+        self.phase: Phase = "joining"
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions held, for a reconnect; empty until every fragment has one."""
+        held = tuple(h.version for h in self.held)
+        return held if all(version >= 0 for version in held) else ()
+
+    # ------------------------------------------------------------ from the syncer
+
+    def welcomed(self, versions: tuple[int, ...], step: int) -> None:
+        """Connected. Questions from before are void; versions that came out meanwhile are wanted."""
+        for fragment, version in enumerate(versions):
+            held = self.held[fragment]
+            held.question = None
+            held.fetching = None
+            if version > held.version and (held.newest is None or held.newest.version < version):
+                held.newest = Version(fragment, version, step, includes_ours=False)
+
+    def begin(self, step: int) -> None:
+        if self.phase == "joining":
+            self.phase = "training"
+            self.step = max(self.step, step)
+
+    def announced(self, version: Version) -> None:
+        held = self.held[version.fragment]
+        if version.version > held.version and (held.newest is None or version.version >= held.newest.version):
+            held.newest = version
+
+    def asked(self, question: Question) -> None:
+        self.held[question.fragment].question = question
+
+    def stop(self) -> None:
+        self.phase = "stopped"
+
+    # ------------------------------------------------------------ transfers
+
+    def to_fetch(self) -> list[Version]:
+        """Versions whose download should start now."""
+        wanted = []
+        for held in self.held:
+            newest = held.newest
+            have = max(held.version, held.fetched.version if held.fetched else -1)
+            if newest is not None and newest.version > have and held.fetching is None:
+                held.fetching = newest
+                wanted.append(newest)
+        return wanted
+
+    def fetched(self, version: Version) -> bool:
+        """A download is complete. False if it is of no use any more."""
+        held = self.held[version.fragment]
+        if held.fetching is not None and held.fetching.version == version.version:
+            held.fetching = None
+        if version.version <= held.version:
+            return False
+        held.fetched = version
+        return True
+
+    def fetch_failed(self, version: Version) -> None:
+        held = self.held[version.fragment]
+        if held.fetching is not None and held.fetching.version == version.version:
+            held.fetching = None
+
+    def start_over(self) -> None:
+        """The syncer does not know the versions held here: every fragment is fetched again."""
+        for held in self.held:
+            held.version = -1
+            held.newest = held.fetched = held.fetching = held.given_at = held.staged = None
+
+    def can_answer(self) -> bool:
+        return any(self._answer(held) is not None for held in self.held)
+
+    def answers(self) -> list[Give | GiveNothing]:
+        """Questions that can be answered now; each is handed out once."""
+        ready = []
+        for held in self.held:
+            answer = self._answer(held)
+            if answer is not None:
+                held.question = None
+                ready.append(answer)
+        return ready
+
+    def _answer(self, held: Held) -> Give | GiveNothing | None:
+        question = held.question
+        if question is None or held.version < question.min_base:
+            return None
+        if self.sync.wait and self.phase != "stopped" and question.step > self.step:
+            return None
+        if held.staged is not None and held.staged[0] == question.step and held.staged[2] == held.version:
+            at, staged = held.staged[1], True
+        else:
+            at, staged = self.totals, False
+        steps, tokens = at.steps - held.adopted_at.steps, at.tokens - held.adopted_at.tokens
+        if steps > 0:
+            return Give(question, held.version, steps, tokens, at, staged)
+        return GiveNothing(question) if self.phase == "stopped" else None
+
+    def ask_again(self, question: Question) -> None:
+        """The answer did not get through. A newer question takes precedence."""
+        held = self.held[question.fragment]
+        if held.question is None:
+            held.question = question
+
+    def given(self, give: Give) -> None:
+        """The snapshot for this answer has been taken."""
+        held = self.held[give.question.fragment]
+        if held.version == give.base:
+            held.given_at = give.at
+
+    # ------------------------------------------------------------ the training loop
+
+    def stepped(self, tokens: int) -> list[int]:
+        """One inner step is done. Returns the fragments to snapshot at this very step (lock-step only)."""
+        self.step += 1
+        self.totals = Mark(self.totals.steps + 1, self.totals.tokens + tokens)
+        if not self.sync.wait or self.phase != "training":
+            return []
+        due = self.schedule.due(self.step)
+        for fragment in due:
+            held = self.held[fragment]
+            held.staged = (self.step, self.totals, held.version)
+            held.waits_for = self.step
+        return due
+
+    def adoptable(self) -> list[Version]:
+        """Fetched versions that may be put into the model at this step boundary."""
+        return [held.fetched for held in self.held if held.fetched is not None and self._may_adopt(held.fetched)]
+
+    def _may_adopt(self, version: Version) -> bool:
+        if not self.sync.wait or self.phase != "training":
+            return True
+        return self.step >= version.step + self.sync.overlap
+
+    def must_wait(self) -> bool:
+        """Lock-step: is a fragment whose overlap is over still missing?"""
+        if not self.sync.wait or self.phase != "training":
+            return False
+        return any(h.waits_for is not None and self.step >= h.waits_for + self.sync.overlap for h in self.held)
+
+    def adopted(self, version: Version) -> Mark:
+        """The version is in the model now. Returns the totals its progress is counted from."""
+        held = self.held[version.fragment]
+        since = self.totals
+        if self.sync.adopt == "carry":
+            since = self.carried_from(version)
+        held.version = version.version
+        held.adopted_at = since
+        held.given_at = None
+        held.staged = None
+        if held.fetched is not None and held.fetched.version == version.version:
+            held.fetched = None
+        if held.waits_for is not None and version.step >= held.waits_for:
+            held.waits_for = None
+        return since
+
+    def carried_from(self, version: Version) -> Mark:
+        """From where on local progress is not part of this version: our snapshot if it was merged, else our base."""
+        held = self.held[version.fragment]
+        if held.version < 0:
+            return self.totals
+        if version.includes_ours and held.given_at is not None:
+            return held.given_at
+        return held.adopted_at

@@ -1,0 +1,176 @@
+"""How a model is split into fragments.
+
+The split depends only on names, shapes and rules, in the order given, so that every rank and the syncer compute the
+same one. A fragment is a list of pieces; a piece is a run of whole rows of one tensor. On the wire and at the syncer a
+fragment is one flat vector: its pieces one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from skerry.errors import ConfigError, JoinRefused
+
+Rule = Literal["radial", "mean", "average", "fixed"]
+"""How a tensor is merged.
+
+radial   a trained parameter: radial-directional averaging (or the plain mean, by configuration), then the outer step
+mean     an embedding: plain weighted mean, then the outer step
+average  a running statistic (floating-point buffer): plain weighted mean of the values, no outer optimizer
+fixed    frozen parameters and integer buffers: handed out when a learner joins, never exchanged
+"""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: Rule
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """Elements that are never separated: the last dimension of a matrix, one element of a vector."""
+        return self.shape[-1] if len(self.shape) >= 2 else 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements start..stop of a tensor, counted in its flattened form."""
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Fragment:
+    index: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a model and their split. `fixed` is what every learner is given once and nobody trains."""
+
+    tensors: tuple[TensorSpec, ...]
+    fragments: tuple[Fragment, ...]
+    fixed: Fragment
+
+    def part(self, index: int) -> Fragment:
+        """A fragment by number; the number after the last stands for the fixed part."""
+        return self.fixed if index == len(self.fragments) else self.fragments[index]
+
+    @property
+    def parts(self) -> range:
+        return range(len(self.fragments) + 1)
+
+    @property
+    def numel(self) -> int:
+        return sum(fragment.numel for fragment in self.fragments)
+
+    def digest(self) -> str:
+        """Two layouts with the same digest exchange the same bytes."""
+        content = [[t.name, list(t.shape), t.rule] for t in self.tensors]
+        pieces = [[[p.tensor, p.start, p.stop] for p in f.pieces] for f in (*self.fragments, self.fixed)]
+        return hashlib.sha256(json.dumps([content, pieces]).encode()).hexdigest()
+
+
+def split(tensors: Sequence[TensorSpec], count: int) -> Layout:
+    """Greedy bin-packing, largest first. The largest fragment stays within 4/3 of the mean.
+
+    Whole tensors are kept together where that is possible, because merging looks at each tensor's direction. Only if
+    packing whole tensors is too uneven are they cut, first at the mean size, then finer.
+    """
+    names = [tensor.name for tensor in tensors]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"tensor names must be unique, got {twice!r} twice")
+    moving = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.rule != "fixed" and tensor.numel]
+    if not moving:
+        raise ConfigError("the model has no trainable parameters, so there is nothing to exchange")
+    count = min(count, sum(tensor.numel // tensor.row for _, tensor in moving))
+    mean = sum(tensor.numel for _, tensor in moving) / count
+    for cut in (1, 2, 3, 4, 6, 8):
+        bins = _pack(_cut(moving, mean / cut), count)
+        if max(sum(p.numel for p in pieces) for pieces in bins) * 3 <= mean * 4:
+            break
+    fragments = tuple(Fragment(index, tuple(sorted(pieces, key=_place))) for index, pieces in enumerate(bins))
+    fixed = tuple(Piece(i, 0, t.numel) for i, t in enumerate(tensors) if t.rule == "fixed" and t.numel)
+    return Layout(tuple(tensors), fragments, Fragment(count, fixed))
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    return piece.tensor, piece.start
+
+
+def _cut(moving: list[tuple[int, TensorSpec]], limit: float) -> list[Piece]:
+    """Pieces of at most `limit` elements where rows allow it, equal within a tensor."""
+    pieces = []
+    for index, tensor in moving:
+        rows = tensor.numel // tensor.row
+        parts = min(rows, math.ceil(tensor.numel / limit))
+        edges = [part * rows // parts * tensor.row for part in range(parts + 1)]
+        pieces += [Piece(index, start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    return pieces
+
+
+def _pack(pieces: list[Piece], count: int) -> list[list[Piece]]:
+    heap = [(0, index) for index in range(count)]
+    bins: list[list[Piece]] = [[] for _ in range(count)]
+    for piece in sorted(pieces, key=lambda p: (-p.numel, p.tensor, p.start)):
+        load, index = heapq.heappop(heap)
+        bins[index].append(piece)
+        heapq.heappush(heap, (load + piece.numel, index))
+    return bins
+
+
+def check_same_model(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> None:
+    """Raise JoinRefused naming the first difference between the run's model and a learner's.
+
+    The storage type is not part of it: an island may train in bf16 while the run's weights are fp32.
+    """
+    mine = {tensor.name: tensor for tensor in ours}
+    other = {tensor.name: tensor for tensor in theirs}
+    for name, tensor in mine.items():
+        if name not in other:
+            raise JoinRefused(f"model mismatch: the run has tensor {name!r} {list(tensor.shape)}, this learner has not")
+        theirs_here = other[name]
+        if tensor.shape != theirs_here.shape:
+            raise JoinRefused(
+                f"model mismatch: {name!r} is {list(tensor.shape)} in the run and {list(theirs_here.shape)} here"
+            )
+        if tensor.rule != theirs_here.rule:
+            raise JoinRefused(f"model mismatch: {name!r} is {tensor.rule!r} in the run and {theirs_here.rule!r} here")
+        if _family(tensor.dtype) != _family(theirs_here.dtype):
+            raise JoinRefused(f"model mismatch: {name!r} is {tensor.dtype} in the run and {theirs_here.dtype} here")
+    for name, tensor in other.items():
+        if name not in mine:
+            raise JoinRefused(f"model mismatch: this learner has tensor {name!r} {list(tensor.shape)}, the run has not")
+    if list(mine) != list(other):
+        place = next(i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)
+        raise JoinRefused(
+            f"model mismatch: tensor {place} is {list(mine)[place]!r} in the run and {list(other)[place]!r} here"
+        )
+
+
+def _family(dtype: str) -> str:
+    return "float" if "float" in dtype else dtype

@@ -1,0 +1,219 @@
+"""What can happen to the syncer (events) and what it decides (actions). Plain data, without behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A learner said hello. The session names its process: the same session again is a reconnect, another one a restart."""
+
+    name: str
+    session: str
+    step: int = 0
+    tokens: int = 0
+    held: tuple[int, ...] = ()
+    """Versions it holds, one per fragment; empty for a learner that has none yet."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A learner that joined has fetched every fragment and can start."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Heard from a learner: its own step and the tokens its process has trained on."""
+
+    name: str
+    step: int
+    tokens: int
+    step_time_s: float
+
+
+@dataclass(frozen=True)
+class Contributed:
+    """A contribution has arrived whole. `step` is the round it answers."""
+
+    name: str
+    fragment: int
+    step: int
+    base: int
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class NothingToGive:
+    """A learner that was asked has made no progress on the fragment since it adopted it."""
+
+    name: str
+    fragment: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A learner wants to go, after one last contribution of every fragment."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """The learner's stream ended without a goodbye."""
+
+    name: str
+    session: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The merge that was ordered is computed and durable."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True)
+class StoreFailed:
+    """The merge that was ordered could not be computed or made durable; nothing was changed, and it will be tried again."""
+
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CloseRequested:
+    """Somebody asked for the run to end now."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Union[
+    Joined,
+    Ready,
+    Reported,
+    Contributed,
+    NothingToGive,
+    Leaving,
+    Disconnected,
+    Stored,
+    StoreFailed,
+    CloseRequested,
+    Tick,
+]
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Tell a learner its place: slot, the run's step, the current versions."""
+
+    name: str
+    slot: int
+    step: int
+    resumed: bool
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Tell a learner to start training, from the run's step."""
+
+    name: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask a learner for a fragment. Its base must be at least `min_base`: older progress has been counted already."""
+
+    name: str
+    fragment: int
+    step: int
+    min_base: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """One contribution's part in a merge."""
+
+    name: str
+    base: int
+    steps: int
+    tokens: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Compute the next version from these contributions, make it durable, then report Stored."""
+
+    fragment: int
+    version: int
+    step: int
+    shares: tuple[Share, ...]
+    outer_lr: float
+    outer_momentum: float
+    presence: float
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Tell these learners that a new version can be fetched."""
+
+    names: tuple[str, ...]
+    fragment: int
+    version: int
+    step: int
+    contributors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StopTraining:
+    """Tell a learner that the run is closing: stop, and give what it has."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """End a learner's stream. If it is not final, the learner may connect again."""
+
+    name: str
+    reason: str
+    final: bool = True
+
+
+@dataclass(frozen=True)
+class Record:
+    """Write down a decision."""
+
+    kind: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WakeAt:
+    """Send a Tick at this time, if nothing happens earlier."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The run is over; every fragment is final."""
+
+
+Action = Union[Welcome, Begin, Ask, Merge, Announce, StopTraining, Goodbye, Record, WakeAt, Ended]

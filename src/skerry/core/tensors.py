@@ -1,0 +1,40 @@
+"""Which tensors of a model take part, under which names and rules. The order is the model's own and the same everywhere."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from skerry.core.fragment import Rule, TensorSpec
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without what torch.compile and activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def model_tensors(model: nn.Module) -> list[tuple[TensorSpec, Tensor]]:
+    """Every parameter once (tied ones under their first name), then every buffer that belongs to the model's state."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    found: list[tuple[TensorSpec, Tensor]] = []
+    for name, parameter in model.named_parameters():
+        rule: Rule = "radial"
+        if not parameter.requires_grad or not parameter.is_floating_point():
+            rule = "fixed"
+        elif id(parameter) in embeddings:
+            rule = "mean"
+        found.append((_spec(name, parameter, rule), parameter))
+    kept = {plain_name(key) for key in model.state_dict(keep_vars=True)}
+    for name, buffer in model.named_buffers():
+        if plain_name(name) in kept:
+            found.append((_spec(name, buffer, "average" if buffer.is_floating_point() else "fixed"), buffer))
+    return found
+
+
+def _spec(name: str, tensor: Tensor, rule: Rule) -> TensorSpec:
+    return TensorSpec(plain_name(name), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), rule)

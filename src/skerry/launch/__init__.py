@@ -1,0 +1,1 @@
+"""Starting the parts of a run: processes on this machine."""

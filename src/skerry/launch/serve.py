@@ -1,0 +1,34 @@
+"""For scripts that bring their own loop: make a run from a model, and serve it from a syncer process on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+
+from skerry.config import SyncConfig
+from skerry.core.tensors import model_tensors
+from skerry.launch.processes import Child, free_port, skerry_command
+from skerry.syncer.store import create_run
+
+
+def create(folder: str | Path, model: nn.Module, sync: SyncConfig | None = None) -> Path:
+    """Make a run folder whose initial weights are this model's. Learners that join later take them from there."""
+    folder = Path(folder)
+    create_run(folder, model_tensors(model), sync or SyncConfig())
+    return folder
+
+
+@contextlib.contextmanager
+def serve(folder: str | Path, port: int = 0) -> Iterator[str]:
+    """Run a syncer for this folder as a process of its own; gives its address and stops it at the end."""
+    port = port or free_port()
+    address = f"127.0.0.1:{port}"
+    child = Child("syncer", skerry_command("syncer", str(folder), "--address", address), Path(folder) / "syncer.log")
+    child.start()
+    try:
+        yield address
+    finally:
+        child.stop()

@@ -1,0 +1,271 @@
+"""`skerry.join`: attach a model and its optimizer to a run. The user's loop keeps its shape.
+
+Everything on the training thread happens in optimizer hooks: before a step the gate closes, after it the step is counted,
+fetched fragments are adopted, and the gate opens. Outside lock-step nothing here waits for the network.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from skerry.clock import Clock, SystemClock
+from skerry.core.exchange import Exchange
+from skerry.errors import WireError
+from skerry.learner.link import Link
+from skerry.learner.replica import Replica
+from skerry.wire.connection import TLS
+
+log = logging.getLogger("skerry.learner")
+
+
+class Learner:
+    """An island's part in a run. Made by `join`."""
+
+    def __init__(self, link: Link, optimizers: Sequence[Optimizer], tokens_per_step: int, clock: Clock) -> None:
+        assert link.exchange is not None and link.replica is not None
+        self._link = link
+        self._exchange: Exchange = link.exchange
+        self._replica: Replica = link.replica
+        self._clock = clock
+        self._tokens_per_step = tokens_per_step
+        self._counted = 0
+        self._optimizers = list(optimizers)
+        self._stepped: set[int] = set()
+        self._in_step = False
+        self._last_step_at: float | None = None
+        self._left = False
+        self._handles: list[Any] = []
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    # ------------------------------------------------------------ what a loop may look at
+
+    @property
+    def name(self) -> str:
+        return self._link.name
+
+    @property
+    def slot(self) -> int:
+        """This island's number in the run, from 0; a natural way to divide data."""
+        return self._link.slot
+
+    @property
+    def step(self) -> int:
+        """This island's place in the run."""
+        return self._exchange.step
+
+    @property
+    def finished(self) -> bool:
+        """The run is closing: leave the loop, then call `leave`."""
+        return self._exchange.phase == "stopped"
+
+    @property
+    def connected(self) -> bool:
+        return self._link.connected
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why this learner is no longer part of the run, if it is not."""
+        return self._link.failure
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens all islands together have trained on, as last told by the syncer. Schedules should follow this."""
+        return self._link.run_tokens
+
+    @property
+    def progress(self) -> float:
+        """Share of the run's budget that is spent; 0 for a run without a budget."""
+        budget = self._exchange.sync.budget_tokens
+        return min(1.0, self._link.run_tokens / budget) if budget else 0.0
+
+    # ------------------------------------------------------------ what a loop may tell
+
+    def count(self, tokens: int) -> None:
+        """Tokens (or samples) that go into the current inner step. Without this every step counts `tokens_per_step`."""
+        self._counted += tokens
+
+    def report(self, loss: float) -> None:
+        """The latest training loss, for display only."""
+        self._link.loss = loss
+
+    def leave(self, timeout_s: float = 60.0) -> None:
+        """Hand over what is left, say goodbye and detach. Safe to call twice."""
+        if self._left:
+            return
+        self._left = True
+        for handle in self._handles:
+            handle.remove()
+        self._open_gate()
+        link = self._link
+        with link.changed:
+            self._exchange.stop()
+        link.leave()
+        deadline = self._clock.now() + timeout_s
+        while True:
+            self._adopt_ready()
+            link.wake()
+            with link.changed:
+                left = deadline - self._clock.now()
+                if link.goodbye is not None or link.failure is not None:
+                    break
+                if left <= 0:
+                    log.warning("%s left without a goodbye: no answer from the syncer in %.0f s", self.name, timeout_s)
+                    break
+                if not self._exchange.adoptable():
+                    link.changed.wait(min(left, 1.0))
+        self._adopt_ready()
+        link.close()
+
+    def __enter__(self) -> Learner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.leave()
+        else:
+            self.detach()
+
+    def detach(self) -> None:
+        """Drop out at once, as a crash would; what was not handed over is lost."""
+        self._left = True
+        for handle in self._handles:
+            handle.remove()
+        self._open_gate()
+        self._link.close()
+
+    # ------------------------------------------------------------ hooks
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) in self._stepped:
+            # One of several optimizers steps again before the others: that is a step of its own.
+            self._step_done()
+        if not self._in_step:
+            self._replica.gate.acquire()
+            self._in_step = True
+            self._replica.before_write()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._step_done()
+
+    def _step_done(self) -> None:
+        link = self._link
+        now = self._clock.now()
+        if self._last_step_at is not None:
+            took = now - self._last_step_at
+            link.step_time_s = took if not link.step_time_s else 0.9 * link.step_time_s + 0.1 * took
+        self._last_step_at = now
+        tokens, self._counted = self._counted or self._tokens_per_step, 0
+        self._replica.after_write()
+        with link.changed:
+            for fragment in self._exchange.stepped(tokens):
+                link.staged[fragment] = self._replica.snapshot(fragment)
+        self._adopt_ready()
+        self._open_gate()
+        link.wake()
+        self._wait_in_lock_step()
+
+    def _open_gate(self) -> None:
+        self._stepped.clear()
+        if self._in_step:
+            self._in_step = False
+            self._replica.gate.release()
+
+    def _adopt_ready(self) -> None:
+        """Put every version that may be adopted now into the model. The gate always comes before the lock."""
+        with self._replica.gate, self._link.changed:
+            adopt_ready(self._link)
+
+    def _wait_in_lock_step(self) -> None:
+        link = self._link
+        waited = False
+        while True:
+            with link.changed:
+                if not self._exchange.must_wait():
+                    break
+                waited = True
+                if not self._exchange.adoptable():
+                    link.changed.wait()
+            self._adopt_ready()
+            link.wake()
+        if waited:
+            self._last_step_at = self._clock.now()
+
+
+def adopt_ready(link: Link) -> None:
+    """Called with the lock held, and the gate as well once training has begun."""
+    exchange, replica = link.exchange, link.replica
+    if exchange is None or replica is None:
+        return
+    adopted = False
+    for version in exchange.adoptable():
+        prepared = link.prepared.pop(version.fragment, None)
+        if prepared is None:
+            continue
+        if not adopted:
+            replica.before_write()
+        replica.adopt(version.fragment, prepared)
+        exchange.adopted(version)
+        adopted = True
+    if adopted:
+        replica.after_write()
+        link.wake()
+
+
+def join(
+    address: str,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    name: str | None = None,
+    tokens_per_step: int = 1,
+    tls: TLS | None = None,
+    timeout_s: float = 120.0,
+    clock: Clock | None = None,
+) -> Learner:
+    """Attach this process to the run that the syncer at `address` serves.
+
+    Returns once the model holds the run's current weights and the syncer has given the start. From then on
+    `optimizer.step()` counts, sends and adopts. With several optimizers an inner step is done when each has stepped.
+
+    Args:
+        name: stays the same when the island is restarted, so that it takes its old place; by default host and process.
+        tokens_per_step: how much one inner step counts in merging, unless `learner.count` says so step by step.
+        tls: certificate files; by default from SKERRY_TLS_CA, SKERRY_TLS_CERT and SKERRY_TLS_KEY. Needed off loopback.
+        timeout_s: how long to look for the syncer. Waiting for the other islands to start is not limited.
+    """
+    if tokens_per_step < 1:
+        raise ValueError(f"tokens_per_step must be >= 1, got {tokens_per_step}")
+    clock = clock or SystemClock()
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    link = Link(address, model, name, tls or TLS.from_environment(), clock)
+    link.start()
+    deadline = clock.now() + timeout_s
+    try:
+        with link.changed:
+            while not (link.exchange is not None and link.exchange.phase != "joining"):
+                if link.failure is not None:
+                    raise link.failure
+                if link.goodbye is not None:
+                    raise WireError(f"the syncer at {address} turned {name} away: {link.goodbye}")
+                left = deadline - clock.now()
+                if left <= 0 and not link.connected:
+                    raise WireError(f"no syncer answered at {address} within {timeout_s:.0f} s: {link.last_error}")
+                link.changed.wait(1.0)
+                adopt_ready(link)
+    except BaseException:
+        link.close()
+        raise
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return Learner(link, optimizers, tokens_per_step, clock)

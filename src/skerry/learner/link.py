@@ -1,0 +1,484 @@
+"""The learner's connection: one background thread with an event loop that talks to the syncer while training goes on.
+
+It turns messages into events of the Exchange and its decisions into transfers. It never writes the model: finished
+downloads wait in `prepared` for the training thread. When the syncer goes away it tries again, with back-off, for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from skerry.clock import Clock, SystemClock
+from skerry.config import SyncConfig, from_json
+from skerry.core import codec as codecs
+from skerry.core.exchange import Exchange, Give, GiveNothing, Question, Version
+from skerry.core.fragment import split
+from skerry.core.tensors import model_tensors
+from skerry.errors import JoinRefused, SkerryError, WireError
+from skerry.learner.replica import Prepared, Replica
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import Assembly, cut
+from skerry.wire.connection import PROTOCOL, TLS, open_channel, split_address
+from skerry.wire.service import SyncerStub
+
+log = logging.getLogger("skerry.learner")
+
+HEARTBEAT_S = 1.0
+REPORT_EVERY_S = 0.01
+RETRY_TRANSFER_S = 0.5
+BACK_OFF_S = (0.2, 5.0)
+
+# A closed channel cancels its calls, so a cancellation here means that the connection went away.
+BROKEN_TRANSFER = (grpc.aio.AioRpcError, WireError, asyncio.CancelledError)
+
+Arrival = Callable[[], tuple[Tensor, Tensor]]
+"""Waits for a snapshot's copy to arrive on the host, then gives (base, values)."""
+
+
+class Link:
+    def __init__(self, address: str, model: nn.Module, name: str, tls: TLS | None, clock: Clock | None = None) -> None:
+        split_address(address)
+        self.address = address
+        self.name = name
+        self.session = uuid.uuid4().hex
+        self.changed = threading.Condition()
+        """Guards the exchange and everything below that both threads touch; notified when there is news for training."""
+        self.exchange: Exchange | None = None
+        self.replica: Replica | None = None
+        self.prepared: dict[int, Prepared] = {}
+        self.staged: dict[int, Arrival] = {}
+        """In lock-step: snapshots the training thread took when fragments were due."""
+        self.slot = 0
+        self.run_tokens = 0
+        self.loss: float | None = None
+        self.step_time_s = 0.0
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.connected = False
+        self.goodbye: str | None = None
+        self.failure: SkerryError | None = None
+        self.last_error = "no attempt yet"
+        self.leaving = False
+        self._model = model
+        self._tls = tls
+        self._clock = clock or SystemClock()
+        self._run_id = ""
+        self._fixed_loaded = False
+        self._ready_sent = False
+        self._pump_pending = False
+        self._reported_at = -1.0
+        self._reported: tuple[int, int] | None = None
+        self._control: Any = None
+        self._bulk: SyncerStub | None = None
+        self._outbox: asyncio.Queue[pb.ToSyncer] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="skerry-exchange")
+        self._loop = asyncio.new_event_loop()
+        self._main: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="skerry-link", daemon=True)
+
+    # ------------------------------------------------------------ called by the training thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There may be something to send: a step was done or a fragment adopted."""
+        if not self._pump_pending:
+            self._pump_pending = True
+            self._call(self._pump)
+
+    def leave(self) -> None:
+        with self.changed:
+            self.leaving = True
+        self._call(self._say_leaving)
+
+    def close(self) -> None:
+        def cancel() -> None:
+            if self._main is not None:
+                self._main.cancel()
+
+        self._call(cancel)
+        self._thread.join(timeout=10.0)
+        self._pool.shutdown(wait=False)
+
+    def _call(self, act: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(act)
+        except RuntimeError:
+            self._pump_pending = False  # the loop is closed: the run is over, or the link failed and said so
+
+    # ------------------------------------------------------------ the link's own thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._main = self._loop.create_task(self._stay_connected())
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:  # the training loop must not die of a defect in the exchange, nor wait for it
+            log.exception("the exchange stopped")
+            self._fail(WireError(f"the exchange stopped: {error!r}"))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            self._loop.close()
+
+    def _fail(self, error: SkerryError) -> None:
+        with self.changed:
+            self.failure = error
+            if self.exchange is not None:
+                self.exchange.stop()
+            self.changed.notify_all()
+
+    async def _stay_connected(self) -> None:
+        pause = BACK_OFF_S[0]
+        while self.goodbye is None:
+            welcomed = False
+            try:
+                welcomed = await self._one_connection()
+            except JoinRefused as error:
+                self._fail(error)
+                return
+            except (grpc.aio.AioRpcError, WireError) as error:
+                self.last_error = _plain(error)
+            if self.goodbye is not None:
+                return
+            if self.connected:
+                log.warning("%s lost the syncer (%s); training goes on", self.name, self.last_error)
+            with self.changed:
+                self.connected = False
+            pause = BACK_OFF_S[0] if welcomed else min(pause * 1.6, BACK_OFF_S[1])
+            await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+
+    async def _one_connection(self) -> bool:
+        """Connect, talk until the stream ends. True if the syncer welcomed us."""
+        async with open_channel(self.address, self._tls) as control, open_channel(self.address, self._tls) as bulk:
+            stub = SyncerStub(control)
+            description = await stub.describe(pb.DescribeRequest(protocol=PROTOCOL), timeout=10.0)
+            self._prepare_for(description)
+            self._bulk = SyncerStub(bulk)
+            self._outbox = asyncio.Queue()
+            stream = stub.control(self._outgoing(self._outbox))
+            self._outbox.put_nowait(pb.ToSyncer(hello=self._hello()))
+            beat = asyncio.get_running_loop().create_task(self._heartbeat())
+            welcomed = False
+            try:
+                async for message in stream:
+                    welcomed = True
+                    self._received(message)
+                    if self.goodbye is not None:
+                        break
+            finally:
+                beat.cancel()
+                stream.cancel()
+            self.last_error = "the syncer ended the stream"
+            return welcomed
+
+    def _prepare_for(self, description: pb.RunDescription) -> None:
+        if description.protocol != PROTOCOL:
+            raise JoinRefused(f"protocol mismatch: the syncer speaks version {description.protocol}, Skerry here {PROTOCOL}")
+        if self.exchange is not None:
+            if description.run_id != self._run_id:
+                raise JoinRefused(f"the syncer at {self.address} now serves another run ({description.run_id})")
+            return
+        sync: SyncConfig = from_json(SyncConfig, description.sync_json)
+        layout = split([spec for spec, _ in model_tensors(self._model)], sync.fragments)
+        with self.changed:
+            self._run_id = description.run_id
+            self.replica = Replica(self._model, layout, sync)
+            self.exchange = Exchange(sync, len(layout.fragments))
+
+    async def _outgoing(self, outbox: asyncio.Queue[pb.ToSyncer]) -> AsyncIterator[pb.ToSyncer]:
+        while True:
+            yield await outbox.get()
+
+    def _hello(self) -> pb.Hello:
+        assert self.exchange is not None
+        tensors = [
+            pb.Tensor(name=spec.name, shape=spec.shape, dtype=spec.dtype, rule=spec.rule)
+            for spec, _ in model_tensors(self._model)
+        ]
+        with self.changed:
+            exchange = self.exchange
+            return pb.Hello(
+                protocol=PROTOCOL,
+                name=self.name,
+                session=self.session,
+                tensors=tensors,
+                run_id=self._run_id,
+                step=exchange.step,
+                tokens=exchange.totals.tokens,
+                held=exchange.versions,
+            )
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if self._clock.now() - self._reported_at >= HEARTBEAT_S / 2:
+                self._report()
+
+    # ------------------------------------------------------------ messages
+
+    def _received(self, message: pb.ToLearner) -> None:
+        exchange = self.exchange
+        assert exchange is not None
+        kind = message.WhichOneof("message")
+        with self.changed:
+            if kind == "welcome":
+                welcome = message.welcome
+                if not welcome.resumed and exchange.versions:
+                    exchange.start_over()
+                    self.prepared.clear()
+                self.slot, self.run_tokens = welcome.slot, max(self.run_tokens, welcome.run_tokens)
+                self.connected = True
+                self._ready_sent = welcome.resumed
+                exchange.welcomed(tuple(welcome.versions), welcome.step)
+                if not self._fixed_loaded:
+                    self._spawn(self._fetch_fixed(len(welcome.versions)))
+                if self.leaving:
+                    self._say_leaving()
+            elif kind == "refusal":
+                raise JoinRefused(message.refusal.reason)
+            elif kind == "begin":
+                exchange.begin(message.begin.step)
+            elif kind == "ask":
+                exchange.asked(Question(message.ask.fragment, message.ask.step, message.ask.min_base))
+            elif kind == "announce":
+                note = message.announce
+                exchange.announced(Version(note.fragment, note.version, note.step, note.includes_yours))
+            elif kind == "stop":
+                exchange.stop()
+            elif kind == "progress":
+                self.run_tokens = max(self.run_tokens, message.progress.run_tokens)
+            elif kind == "goodbye" and message.goodbye.final:
+                self.goodbye = message.goodbye.reason
+                exchange.stop()
+            self.changed.notify_all()
+        if kind in ("welcome", "ask", "announce", "stop", "begin"):
+            self._pump()
+
+    def _say_leaving(self) -> None:
+        if self.connected:
+            self._outbox.put_nowait(pb.ToSyncer(leaving=pb.Leaving()))
+
+    def _pump(self) -> None:
+        """Do whatever can be done now."""
+        self._pump_pending = False
+        exchange = self.exchange
+        if exchange is None or not self.connected or self.goodbye is not None:
+            return
+        with self.changed:
+            fetches = exchange.to_fetch()
+            answerable = exchange.can_answer()
+            ready = bool(exchange.versions) and self._fixed_loaded and not self._ready_sent
+        if ready:
+            self._ready_sent = True
+            self._outbox.put_nowait(pb.ToSyncer(ready=pb.Ready()))
+        for version in fetches:
+            self._spawn(self._fetch(version))
+        if answerable:
+            self._spawn(self._answer())
+        wait = self._reported_at + REPORT_EVERY_S - self._clock.now()
+        if wait <= 0:
+            if self._reported != (exchange.step, exchange.totals.tokens):
+                self._report()
+        elif not self._pump_pending:
+            self._pump_pending = True
+            self._loop.call_later(wait, self._pump)
+
+    def _report(self) -> None:
+        exchange = self.exchange
+        if exchange is None or not self.connected:
+            return
+        with self.changed:
+            report = pb.Report(
+                step=exchange.step,
+                tokens=exchange.totals.tokens,
+                step_time_s=self.step_time_s,
+                loss=self.loss,
+                sent_bytes=self.sent_bytes,
+                received_bytes=self.received_bytes,
+            )
+        self._reported_at = self._clock.now()
+        self._reported = (report.step, report.tokens)
+        self._outbox.put_nowait(pb.ToSyncer(report=report))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the exchange stopped", exc_info=error)
+            self._fail(WireError(f"the exchange stopped: {error!r}"))
+            if self._main is not None:
+                self._main.cancel()
+
+    async def _off_loop(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await self._loop.run_in_executor(self._pool, work, *arguments)
+
+    # ------------------------------------------------------------ contributions
+
+    async def _answer(self) -> None:
+        for give, arrived in await self._off_loop(self._take_snapshots):
+            if isinstance(give, GiveNothing):
+                question = give.question
+                nothing = pb.NothingToGive(fragment=question.fragment, step=question.step)
+                self._outbox.put_nowait(pb.ToSyncer(nothing=nothing))
+            else:
+                self._spawn(self._upload(give, arrived))
+
+    def _take_snapshots(self) -> list[tuple[Give | GiveNothing, Any]]:
+        """One moment between two optimizer steps, for every question that can be answered."""
+        assert self.exchange is not None and self.replica is not None
+        taken: list[tuple[Give | GiveNothing, Any]] = []
+        with self.replica.gate, self.changed:
+            for answer in self.exchange.answers():
+                if isinstance(answer, GiveNothing):
+                    taken.append((answer, None))
+                    continue
+                fragment = answer.question.fragment
+                arrived = self.staged.get(fragment) if answer.staged else None
+                taken.append((answer, arrived or self.replica.snapshot(fragment)))
+                self.exchange.given(answer)
+        return taken
+
+    async def _upload(self, give: Give, arrived: Arrival) -> None:
+        exchange, bulk = self.exchange, self._bulk
+        assert exchange is not None and bulk is not None
+        codec = codecs.codec(exchange.sync.send)
+
+        def encode() -> tuple[memoryview, int]:
+            base, values = arrived()
+            data = codec.encode(base - values)
+            return data, codecs.checksum(data)
+
+        data, crc = await self._off_loop(encode)
+        question = give.question
+        header = pb.UploadHeader(
+            name=self.name,
+            session=self.session,
+            fragment=question.fragment,
+            step=question.step,
+            base=give.base,
+            steps=give.steps,
+            tokens=give.tokens,
+            codec=codec.name,
+            size_bytes=len(data),
+            checksum=crc,
+        )
+
+        async def parts() -> AsyncIterator[pb.UploadPart]:
+            yield pb.UploadPart(header=header)
+            for chunk in cut(data):
+                self.sent_bytes += len(chunk)
+                yield pb.UploadPart(chunk=chunk)
+
+        try:
+            reply = await bulk.upload(parts())
+            if not reply.accepted:
+                log.debug("%s: fragment %d was not taken: %s", self.name, question.fragment, reply.reason)
+        except BROKEN_TRANSFER as error:
+            log.debug("%s: fragment %d was not sent: %s", self.name, question.fragment, _plain(error))
+            self._again(lambda: exchange.ask_again(question))
+
+    def _again(self, act: Callable[[], None]) -> None:
+        """A transfer broke. If the stream still stands, try once more shortly; if not, the next welcome starts afresh."""
+
+        def retry() -> None:
+            with self.changed:
+                act()
+            self._pump()
+
+        self._loop.call_later(RETRY_TRANSFER_S, retry)
+
+    # ------------------------------------------------------------ merged fragments
+
+    async def _download(self, part: int, version: int) -> tuple[str, memoryview]:
+        assert self._bulk is not None
+        request = pb.DownloadRequest(name=self.name, session=self.session, fragment=part, version=version)
+        assembly: Assembly | None = None
+        header: pb.DownloadHeader | None = None
+        async for message in self._bulk.download(request):
+            if message.WhichOneof("part") == "header":
+                header = message.header
+                self._check_size(part, header)
+                assembly = Assembly(header.size_bytes, header.checksum)
+            elif assembly is None:
+                raise WireError("a download must start with its header")
+            else:
+                self.received_bytes += len(message.chunk)
+                assembly.add(message.chunk)
+        if assembly is None or header is None:
+            raise WireError("an empty download")
+        return header.codec, assembly.finish()
+
+    def _check_size(self, part: int, header: pb.DownloadHeader) -> None:
+        assert self.replica is not None
+        layout = self.replica.layout
+        if part == len(layout.fragments):
+            limit = 1 << 20 | 9 * sum(spec.numel for spec in layout.tensors) + 1024 * len(layout.tensors)
+            if header.codec != "safetensors" or header.size_bytes > limit:
+                raise WireError(f"the fixed part is declared as {header.size_bytes} bytes of {header.codec!r}")
+            return
+        expected = codecs.codec(header.codec).size_bytes(layout.fragments[part].numel)
+        if header.size_bytes != expected:
+            raise WireError(f"fragment {part} should be {expected} bytes in {header.codec}, {header.size_bytes} declared")
+
+    async def _fetch(self, version: Version) -> None:
+        exchange, replica = self.exchange, self.replica
+        assert exchange is not None and replica is not None
+        fragment = version.fragment
+        try:
+            name, data = await self._download(fragment, version.version)
+        except BROKEN_TRANSFER as error:
+            log.debug("%s: fragment %d was not fetched: %s", self.name, fragment, _plain(error))
+            self._again(lambda: exchange.fetch_failed(version))
+            return
+
+        def decode() -> Prepared:
+            values = codecs.codec(name).decode(data, replica.layout.fragments[fragment].numel)
+            return replica.prepare(fragment, values, includes_ours=version.includes_ours)
+
+        prepared = await self._off_loop(decode)
+        with self.changed:
+            if exchange.fetched(version):
+                self.prepared[fragment] = prepared
+            self.changed.notify_all()
+        self._pump()
+
+    async def _fetch_fixed(self, part: int) -> None:
+        assert self.replica is not None
+        try:
+            _, data = await self._download(part, 0)
+        except BROKEN_TRANSFER as error:
+            log.debug("%s: the fixed part was not fetched: %s", self.name, _plain(error))
+            self._again(lambda: self._spawn(self._fetch_fixed(part)) if self.connected else None)
+            return
+        self.replica.load_fixed(load(bytes(data)))
+        with self.changed:
+            self._fixed_loaded = True
+            self.changed.notify_all()
+        self._pump()
+
+
+def _plain(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name.lower()}: {error.details()}"
+    return str(error)

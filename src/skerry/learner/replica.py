@@ -1,0 +1,152 @@
+"""A model's tensors seen as fragments: snapshots out, merged versions in. Knows nothing of the network or of rounds.
+
+Snapshots may be taken by another thread while forward and backward passes run; only the optimizer's step and adoption
+write parameters, and both hold the gate. On a GPU the gate orders work between streams and nobody waits on the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skerry.config import SyncConfig
+from skerry.core.fragment import Fragment, Layout
+from skerry.core.tensors import model_tensors
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A version ready to be put into the model at a step boundary."""
+
+    base: Tensor
+    """The values as the model will hold them, on the host: what later progress is counted from."""
+    change: Tensor
+    """On the model's device: the values, or for `carry` what is to be added to the parameters."""
+    event: Any
+    """On a GPU: `change` has arrived."""
+
+
+class Replica:
+    def __init__(self, model: nn.Module, layout: Layout, sync: SyncConfig) -> None:
+        self.layout = layout
+        self._sync = sync
+        self._tensors = [tensor.detach() for _, tensor in model_tensors(model)]
+        self._base: list[Tensor | None] = [None] * len(layout.fragments)
+        self._snapshots: list[Tensor | None] = [None] * len(layout.fragments)
+        self.gate = threading.RLock()
+        devices = {self._tensors[p.tensor].device for f in layout.fragments for p in f.pieces}
+        self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
+        self._cuda = self.device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None
+        self._written: Any = None
+        self._being_read: list[Any] = []
+
+    # ------------------------------------------------------------ the training thread
+
+    def before_write(self) -> None:
+        """Call before parameters are written, holding the gate: kernels that still read them go first."""
+        if self._cuda:
+            current = torch.cuda.current_stream(self.device)
+            for event in self._being_read:
+                current.wait_event(event)
+            self._being_read.clear()
+
+    def after_write(self) -> None:
+        """Call after parameters were written, holding the gate."""
+        if self._cuda:
+            self._written = torch.cuda.Event()
+            self._written.record(torch.cuda.current_stream(self.device))
+
+    def adopt(self, index: int, prepared: Prepared) -> None:
+        """Put a version into the model, holding the gate."""
+        with torch.no_grad():
+            if self._cuda:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_event(prepared.event)
+                prepared.change.record_stream(current)
+            self._write(self.layout.fragments[index], prepared.change)
+        self._base[index] = prepared.base
+        self._snapshots[index] = None
+
+    def _write(self, fragment: Fragment, flat: Tensor) -> None:
+        for piece, change in zip(fragment.pieces, flat.split([p.numel for p in fragment.pieces]), strict=True):
+            tensor = self._tensors[piece.tensor]
+            whole = tensor.contiguous().view(-1)
+            target = whole[piece.start : piece.stop]
+            if self._sync.adopt == "carry":
+                target.add_(change)
+            elif self._sync.adopt == "blend":
+                target.lerp_(change.to(target.dtype), self._sync.blend)
+            else:
+                target.copy_(change)
+            if not tensor.is_contiguous():
+                tensor.copy_(whole.view(tensor.shape))
+
+    def _read(self, fragment: Fragment) -> list[Tensor]:
+        return [self._tensors[p.tensor].reshape(-1)[p.start : p.stop].float() for p in fragment.pieces]
+
+    def load_fixed(self, tensors: dict[str, Tensor]) -> None:
+        """Tensors nobody trains, as the run's creator set them."""
+        with torch.no_grad():
+            for spec, tensor in zip(self.layout.tensors, self._tensors, strict=True):
+                if spec.rule == "fixed" and spec.name in tensors:
+                    tensor.copy_(tensors[spec.name])
+
+    # ------------------------------------------------------------ any thread
+
+    def snapshot(self, index: int) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Copy a fragment as it is now, holding the gate. The result gives (base, values) once the copy has arrived."""
+        fragment = self.layout.fragments[index]
+        base = self._base[index]
+        assert base is not None, "a snapshot before the first adoption"
+        if not self._cuda:
+            values = torch.cat(self._read(fragment))
+            self._keep(index, values)
+            return lambda: (base, values)
+        values = torch.empty(fragment.numel, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            if self._written is not None:
+                self._stream.wait_event(self._written)
+            values.copy_(torch.cat(self._read(fragment)), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._being_read.append(event)
+        self._keep(index, values)
+
+        def arrived() -> tuple[Tensor, Tensor]:
+            event.synchronize()
+            return base, values
+
+        return arrived
+
+    def _keep(self, index: int, values: Tensor) -> None:
+        if self._sync.adopt == "carry":
+            self._snapshots[index] = values
+
+    def prepare(self, index: int, values: Tensor, *, includes_ours: bool) -> Prepared:
+        """Make a version ready for adoption, off the training thread."""
+        fragment = self.layout.fragments[index]
+        base = values.clone()
+        at = 0
+        for piece in fragment.pieces:
+            # A model in bf16 holds rounded values; progress counted from unrounded ones would contain the rounding.
+            here = slice(at, at + piece.numel)
+            base[here] = values[here].to(self._tensors[piece.tensor].dtype).float()
+            at += piece.numel
+        change = values
+        if self._sync.adopt == "carry":
+            snapshot = self._snapshots[index] if includes_ours else None
+            since = snapshot if snapshot is not None else self._base[index]
+            change = values - (since if since is not None else torch.cat(self._read(fragment)).cpu())
+        event: Any = None
+        if self._cuda:
+            with torch.cuda.stream(self._stream):
+                change = change.pin_memory().to(self.device, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(self._stream)
+        return Prepared(base, change, event)

@@ -1,0 +1,248 @@
+"""The reference model: a small decoder-only transformer that trains well at any of the preset sizes.
+
+Owns the model's shape, its initial weights and sampling from it. Knows nothing of islands, fragments or optimizers;
+what those need is the parameters' names and shapes. Operations are few on purpose: on a CPU, at the small sizes, their
+number counts as much as their arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skerry.config import ModelConfig
+from skerry.errors import ConfigError
+
+_INIT_STD = 0.02
+_NORM_EPS = 1e-6
+_ROPE_BASE = 10_000.0
+_MLP_RATIO = 4
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    vocab: int
+    """Token ids the model knows."""
+    context: int
+    """Longest sequence, in tokens."""
+    layers: int
+    width: int
+    """Numbers that represent one token between layers."""
+    heads: int
+    """Attention heads of a layer; each is width / heads wide."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "context", "layers", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name} must be >= 1, got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ConfigError(f"model.width must be divisible by model.heads ({self.heads}), got {self.width}")
+        if self.head_width % 2:
+            raise ConfigError(f"model.width / model.heads must be even, got {self.width} / {self.heads}")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def non_embedding_parameters(self) -> int:
+        matrices = (4 + 2 * _MLP_RATIO) * self.width**2
+        return self.layers * (matrices + 2 * self.width) + self.width
+
+
+@dataclass(frozen=True)
+class Size:
+    """A preset: what of a shape does not depend on the data."""
+
+    layers: int
+    width: int
+    heads: int
+
+
+SIZES: dict[str, Size] = {
+    "1m": Size(layers=4, width=128, heads=4),
+    "3m": Size(layers=4, width=256, heads=4),
+    "11m": Size(layers=6, width=384, heads=6),
+    "25m": Size(layers=8, width=512, heads=8),
+    "50m": Size(layers=10, width=640, heads=10),
+    "135m": Size(layers=14, width=896, heads=14),
+    "350m": Size(layers=22, width=1152, heads=18),
+    "1b": Size(layers=20, width=2048, heads=16),
+}
+"""Presets, named by their rough number of parameters outside the token embedding."""
+
+
+def shape_for(config: ModelConfig, vocab: int) -> GPTShape:
+    """The preset that `model.size` names, with the numbers given beside it in place of its own."""
+    if config.size not in SIZES:
+        raise ConfigError(f"model.size must be one of {', '.join(SIZES)}, got {config.size!r}")
+    size = SIZES[config.size]
+    return GPTShape(
+        vocab=vocab,
+        context=config.context,
+        layers=config.layers or size.layers,
+        width=config.width or size.width,
+        heads=config.heads or size.heads,
+    )
+
+
+def rotations(context: int, head_width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines, both (context, head_width), with which `rotate` turns a vector by its position."""
+    speeds = _ROPE_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
+    angles = torch.arange(context, dtype=torch.float64)[:, None] * speeds
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding: number i of the first half and number i of the second make a pair that is turned."""
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+class _Linear(nn.Linear):
+    """Without bias, and without the random numbers that nn.Linear would draw from the global generator."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """GPT draws all weights itself."""
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """GPT draws all weights itself."""
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.head_width = shape.head_width
+        self.qkv = _Linear(shape.width, 3 * shape.width)
+        self.out = _Linear(shape.width, shape.width)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, self.head_width)
+        qk, v = qkv[:, :, :2], qkv[:, :, 2]
+        # Queries and keys are normed and turned together, which halves the number of operations. Under autocast the
+        # tables promote them to fp32; attention wants all three in one type.
+        qk = rotate(F.rms_norm(qk, (self.head_width,), eps=_NORM_EPS), cos, sin).to(v.dtype)
+        q, k = qk.unbind(dim=2)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
+        self.attention = Attention(shape)
+        self.mlp_norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
+        self.up = _Linear(shape.width, _MLP_RATIO * shape.width)
+        self.down = _Linear(_MLP_RATIO * shape.width, shape.width)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        hidden = F.relu(self.up(self.mlp_norm(x)))
+        # Not .square(): the backward pass of a power takes twice as long on a CPU as that of a product.
+        out: Tensor = x + self.down(hidden * hidden)
+        return out
+
+
+class GPT(nn.Module):
+    """Pre-norm decoder with rotary positions, normed queries and keys, ReLU² and one matrix for tokens in and out."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: GPTShape, seed: int = 0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = _Embedding(shape.vocab, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
+        cos, sin = rotations(shape.context, shape.head_width)
+        # One table for all heads, and for queries and keys: (context, 1, 1, head_width).
+        self.register_buffer("cos", cos[:, None, None, :], persistent=False)
+        self.register_buffer("sin", sin[:, None, None, :], persistent=False)
+        self._draw_weights(seed)
+
+    @torch.no_grad()
+    def _draw_weights(self, seed: int) -> None:
+        if self.embedding.weight.is_meta:
+            return
+        generator = torch.Generator().manual_seed(seed)
+        # What is added to the residual stream is drawn smaller, so that its size does not grow with the depth.
+        added_std = _INIT_STD / math.sqrt(2 * self.shape.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                added = name.endswith(("attention.out.weight", "down.weight"))
+                parameter.normal_(std=added_std if added else _INIT_STD, generator=generator)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the output head sees: (batch, length, width)."""
+        length = tokens.shape[1]
+        if length > self.shape.context:
+            raise ValueError(f"a sequence must be at most {self.shape.context} tokens long, got {length}")
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        out: Tensor = self.norm(x)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """In fp32 whatever the type of the matrices: bf16 would round away small differences between likely tokens."""
+        return F.linear(hidden, self.embedding.weight).float()
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (batch, length, vocab), or, with targets, the mean cross-entropy in nats per token."""
+        logits = self.logits(self.hidden(tokens))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def build_gpt(config: ModelConfig, vocab: int, seed: int) -> GPT:
+    """A model with fresh weights on the CPU: the same for the same seed, and no random state but its own is touched."""
+    with torch.device("cpu"):
+        return GPT(shape_for(config, vocab), seed)
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, prompt_tokens: Iterable[int], count: int, temperature: float = 1.0, seed: int = 0, top_k: int = 0
+) -> list[int]:
+    """`count` tokens that the model writes after the prompt, the prompt not among them.
+
+    Drawn from the whole distribution, or from its `top_k` likeliest tokens; temperature 0 always takes the likeliest.
+    Draws are made on the CPU, so that a seed means the same on every device.
+    """
+    tokens = [int(token) for token in prompt_tokens]
+    if not tokens:
+        raise ConfigError("a prompt must have at least 1 token, got 0")
+    if temperature < 0:
+        raise ConfigError(f"temperature must be >= 0, got {temperature}")
+    generator = torch.Generator().manual_seed(seed)
+    device = model.embedding.weight.device
+    start = len(tokens)
+    for _ in range(count):
+        window = torch.tensor([tokens[-model.shape.context :]], device=device)
+        logits = model.logits(model.hidden(window)[:, -1])[0].cpu()
+        if temperature == 0:
+            tokens.append(int(logits.argmax()))
+            continue
+        if 0 < top_k < model.shape.vocab:
+            smallest = logits.topk(top_k).values[-1]
+            logits = logits.masked_fill(logits < smallest, -math.inf)
+        chances = F.softmax(logits / temperature, dim=-1)
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return tokens[start:]

@@ -1,0 +1,151 @@
+"""A run in plain words: numbers as people read them, one line of progress, the summary at the end.
+
+Everything here returns text without control characters, whatever the records hold; colours and layout are the view's.
+"""
+
+from __future__ import annotations
+
+from skerry.observe.status import Event, RunStatus, Validation
+
+LOSSES_LISTED = 8
+"""With more islands than this a progress line gives the range of their losses, not each."""
+_SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def tokens_of(tokens: int, budget_tokens: int) -> str:
+    """Both in the unit of the larger: `0.77M/2.50M`; without a budget `0.77M`."""
+    largest = max(tokens, budget_tokens)
+    size, unit = next(((size, unit) for size, unit in _SCALES if largest >= size), (1.0, ""))
+    digits = 2 if unit else 0
+    done = f"{tokens / size:.{digits}f}{unit}"
+    return f"{done}/{budget_tokens / size:.{digits}f}{unit}" if budget_tokens > 0 else done
+
+
+def rate(per_s: float | None) -> str:
+    """`17.9k`, `812`, or a dash."""
+    if per_s is None:
+        return "-"
+    for size, unit in _SCALES:
+        if per_s >= 0.99995 * size:
+            return f"{per_s / size:.1f}{unit}"
+    return f"{per_s:.0f}"
+
+
+def size(size_bytes: float) -> str:
+    """`1.2 MB`, in powers of ten."""
+    if size_bytes < 1000:
+        return f"{size_bytes:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        size_bytes /= 1000
+        if size_bytes < 999.95:
+            return f"{size_bytes:.1f} {unit}"
+    return f"{size_bytes / 1000:.1f} PB"
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m 02s`, `1h 05m`, `2d 03h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+
+
+def percent(share: float) -> str:
+    """Rounded, but 100% only when it is all."""
+    return f"{min(round(share * 100), 99 if share < 1 else 100)}%"
+
+
+def loss(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def one_line(text: str) -> str:
+    """The text with line breaks and control characters made into spaces: a record must not steer a terminal."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+def describe(event: Event) -> str:
+    """`island-2 killed: signal 9`."""
+    words = one_line(f"{event.island} {event.what}")
+    detail = one_line(event.detail)
+    return f"{words}: {detail}" if detail else words
+
+
+def describe_validation(point: Validation) -> str:
+    found = "is not a number" if point.loss is None else f"{point.loss:.4f}"
+    return f"validation loss {found} at {tokens_of(point.tokens, 0)} tokens, step {point.step}"
+
+
+def stamp(elapsed_s: float) -> str:
+    return f"[{int(elapsed_s):>4}s]"
+
+
+def progress_line(status: RunStatus) -> str:
+    """One log line: how far, how fast, how good, and who takes part."""
+    parts = [one_line(status.phase)] if status.phase not in ("", "running") else []
+    if status.progress is not None:
+        parts.append(f"{percent(status.progress):>3}")
+    parts.append(f"{tokens_of(status.tokens, status.budget_tokens)} tokens")
+    if status.tokens_per_s is not None and status.phase != "ended":
+        parts.append(f"{rate(status.tokens_per_s)} tok/s")
+    if status.latest_validation is not None:
+        parts.append(f"val {loss(status.latest_validation.loss)}")
+    if status.live is not None:
+        parts.append(f"{status.live}/{max(status.live, status.expected or 0)} islands")
+    if status.merges:
+        parts.append(f"{status.merges} merges")
+        if status.recent_participation is not None:
+            parts.append(f"{percent(status.recent_participation)} took part")
+    losses = [island.loss for island in status.sorted_islands() if island.working and island.loss is not None]
+    if len(losses) > LOSSES_LISTED:
+        parts.append(f"loss {min(losses):.2f} to {max(losses):.2f}, mean {sum(losses) / len(losses):.2f}")
+    elif losses:
+        parts.append("loss " + " ".join(map(loss, losses)))
+    return f"{stamp(status.elapsed_s)} " + "  ".join(parts)
+
+
+def summary(status: RunStatus) -> str:
+    """What a run came to, for the end of its output."""
+    result = status.result
+    if result is None:
+        last = status.latest_validation
+        found = f"none at the end; last {loss(last.loss, 4)}" if last else "none"
+        tokens, seconds, sample = status.tokens, status.elapsed_s, ""
+    else:
+        found = loss(result.validation_loss, 4)
+        if result.standard_error is not None:
+            found += f" ± {result.standard_error:.4f}"
+        tokens, seconds, sample = result.tokens, result.seconds, result.sample
+    pace = f" ({rate(tokens / seconds)} tok/s)" if seconds > 0 else ""
+    merges = str(status.merges)
+    if status.merges and status.participation is not None:
+        merges += f", {status.participation:.1%} of those asked took part"
+    lines = [
+        f"validation loss  {found}",
+        f"tokens           {tokens_of(tokens, 0)}",
+        f"time             {duration(seconds)}{pace}",
+        f"merges           {merges}",
+        f"restarts         {_restarts(status)}",
+        f"traffic          {size(status.sent_bytes)} sent by islands, {size(status.received_bytes)} received",
+    ]
+    if sample:
+        lines += ["sample", *(f"  {_readable(line)}".rstrip() for line in sample.splitlines())]
+    return "\n".join(lines)
+
+
+def _restarts(status: RunStatus) -> str:
+    islands, syncer = status.island_restarts, status.syncer_restarts
+    if not islands and not syncer:
+        return "none"
+    parts = [f"{islands} of islands"] if islands else []
+    parts += [f"{syncer} of the syncer"] if syncer else []
+    return f"{islands + syncer} ({', '.join(parts)})" if len(parts) > 1 else parts[0]
+
+
+def _readable(line: str) -> str:
+    """A line a model wrote: its indentation kept, what cannot be shown replaced."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line.expandtabs(4))

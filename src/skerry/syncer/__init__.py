@@ -1,0 +1,1 @@
+"""The CPU service that holds the global model and merges: I/O around skerry.core."""

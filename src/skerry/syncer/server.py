@@ -1,0 +1,475 @@
+"""The syncer process: gRPC in front, the state machine in the middle, merging and the store in a thread behind.
+
+Everything that touches the core runs on the event loop. One worker thread computes merges and owns the store, so versions
+become durable in the order they were decided. Control messages wait in a bounded queue for each learner; one that does not
+drain it is cut off rather than held for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import grpc
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from skerry.clock import Clock, SystemClock
+from skerry.config import to_json
+from skerry.core import codec as codecs
+from skerry.core import messages as m
+from skerry.core.fragment import TensorSpec, check_same_model
+from skerry.core.merge import FragmentState, merge
+from skerry.core.syncer import SyncerCore
+from skerry.errors import JoinRefused, SkerryError, WireError
+from skerry.metrics import MetricsWriter
+from skerry.syncer.store import RunStore, TapeEntry
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import Assembly, cut
+from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind
+from skerry.wire.service import add_to_server
+
+CONTROL_QUEUE = 4096
+PROGRESS_EVERY_S = 0.25
+METRICS_EVERY_S = 1.0
+LINGER_S = 0.5
+
+
+@dataclass
+class Connection:
+    """A learner's control stream, as seen from here."""
+
+    session: str
+    outbox: asyncio.Queue[pb.ToLearner | None] = field(default_factory=lambda: asyncio.Queue(CONTROL_QUEUE))
+    loss: float | None = None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def send(self, message: pb.ToLearner) -> None:
+        try:
+            self.outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            self.end()
+
+    def end(self) -> None:
+        """Close the stream once what is queued has been sent; at once if the queue is full."""
+        if self.outbox.full():
+            while not self.outbox.empty():
+                self.outbox.get_nowait()
+        self.outbox.put_nowait(None)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version as every learner downloads it: encoded once."""
+
+    version: int
+    codec: str
+    data: memoryview
+    checksum: int
+
+
+class SyncerServer:
+    def __init__(self, store: RunStore, *, clock: Clock | None = None) -> None:
+        self.store = store
+        self.layout = store.identity.layout
+        self.sync = store.identity.sync
+        self.clock = clock or SystemClock()
+        self.states, progress, standing = store.load()
+        self.core = SyncerCore(
+            self.sync, len(self.layout.fragments), now=self.clock.now(), progress=progress, standing=standing
+        )
+        self.ended = asyncio.Event()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """A defect of ours: the process must not go on as if nothing had happened."""
+        self._published = [self._encode(p.version, s) for p, s in zip(progress, self.states, strict=True)]
+        fixed = memoryview(save(load_file(store.folder / "fixed.safetensors")))
+        self._published.append(Published(0, "safetensors", fixed, codecs.checksum(fixed)))
+        self._connections: dict[str, Connection] = {}
+        self._deltas: dict[tuple[int, str], Tensor] = {}
+        self._entries: list[TapeEntry] = []
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="skerry-merge")
+        self._merging: set[asyncio.Task[None]] = set()
+        self._wake: asyncio.TimerHandle | None = None
+        self._metrics = MetricsWriter(store.folder / "metrics.jsonl")
+        self._started = self.clock.now()
+        self._rates: dict[str, tuple[float, int]] = {}
+        self._record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
+        if self.core.phase == "ended":
+            self.ended.set()
+
+    def _encode(self, version: int, state: FragmentState) -> Published:
+        data = codecs.codec(self.sync.publish).encode(state.values)
+        return Published(version, self.sync.publish, data, codecs.checksum(data))
+
+    # ------------------------------------------------------------ the state machine and its actions
+
+    def dispatch(self, event: m.Event) -> None:
+        for action in self.core.handle(event, self.clock.now()):
+            self._perform(action)
+
+    def _perform(self, action: m.Action) -> None:
+        if isinstance(action, m.Record):
+            self._record(action.kind, action.data)
+        elif isinstance(action, m.Welcome):
+            welcome = pb.Welcome(
+                run_id=self.store.identity.run_id,
+                slot=action.slot,
+                step=action.step,
+                resumed=action.resumed,
+                versions=action.versions,
+                run_tokens=self.core.tokens,
+            )
+            self._send(action.name, pb.ToLearner(welcome=welcome))
+        elif isinstance(action, m.Begin):
+            self._send(action.name, pb.ToLearner(begin=pb.Begin(step=action.step)))
+        elif isinstance(action, m.Ask):
+            ask = pb.Ask(fragment=action.fragment, step=action.step, min_base=action.min_base)
+            self._send(action.name, pb.ToLearner(ask=ask))
+        elif isinstance(action, m.Announce):
+            for name in action.names:
+                announce = pb.Announce(
+                    fragment=action.fragment,
+                    version=action.version,
+                    step=action.step,
+                    includes_yours=name in action.contributors,
+                )
+                self._send(name, pb.ToLearner(announce=announce))
+        elif isinstance(action, m.Merge):
+            task = asyncio.get_running_loop().create_task(self._merge(action))
+            self._merging.add(task)
+            task.add_done_callback(self._merge_done)
+        elif isinstance(action, m.StopTraining):
+            self._send(action.name, pb.ToLearner(stop=pb.Stop()))
+        elif isinstance(action, m.Goodbye):
+            self._send(action.name, pb.ToLearner(goodbye=pb.Goodbye(reason=action.reason, final=action.final)))
+            connection = self._connections.pop(action.name, None)
+            if connection is not None:
+                connection.end()
+        elif isinstance(action, m.WakeAt):
+            self._wake_at(action.at)
+        else:
+            assert isinstance(action, m.Ended)
+            self.ended.set()
+
+    def _send(self, name: str, message: pb.ToLearner) -> None:
+        connection = self._connections.get(name)
+        if connection is not None:
+            connection.send(message)
+
+    def _record(self, kind: str, data: dict[str, Any]) -> None:
+        self._entries.append(TapeEntry(time.time(), kind, data))
+        if kind in ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed"):
+            self._metrics.write("event", what=kind.replace("_", " "), island=data.get("learner"), detail=str(data))
+
+    def _wake_at(self, at: float) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        delay = max(0.0, at - self.clock.now())
+        self._wake = asyncio.get_running_loop().call_later(delay, self.dispatch, m.Tick())
+
+    def _merge_done(self, task: asyncio.Task[None]) -> None:
+        self._merging.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self.failed.done():
+            self.failed.set_exception(task.exception())  # type: ignore[arg-type]
+
+    async def _merge(self, order: m.Merge) -> None:
+        deltas = [self._deltas[order.fragment, share.name] for share in order.shares]
+        self._record("merged", {**asdict(order), "shares": [asdict(share) for share in order.shares]})
+        entries, self._entries = self._entries, []
+        standing = self.core.standing()
+        started = self.clock.now()
+
+        def work() -> tuple[FragmentState, Published]:
+            state = merge(
+                self.layout,
+                self.layout.fragments[order.fragment],
+                self.states[order.fragment],
+                deltas,
+                [share.weight for share in order.shares],
+                radial=self.sync.merge == "radial",
+                lr=order.outer_lr,
+                momentum=order.outer_momentum,
+                presence=order.presence,
+            )
+            self.store.commit(order, state, standing, entries)
+            return state, self._encode(order.version, state)
+
+        try:
+            state, published = await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        except SkerryError as error:
+            # The order itself is dropped from the tape, since it did not happen; the rest waits for the next write.
+            self._entries = entries[:-1] + self._entries
+            self.dispatch(m.StoreFailed(order.fragment, str(error)))
+            return
+        self.states[order.fragment] = state
+        self._published[order.fragment] = published
+        for share in order.shares:
+            self._deltas.pop((order.fragment, share.name), None)
+        self.dispatch(m.Stored(order.fragment, order.version))
+        total = sum(share.weight for share in order.shares)
+        self._metrics.write(
+            "merge",
+            fragment=order.fragment,
+            version=order.version,
+            step=order.step,
+            contributors={share.name: round(share.weight / total, 4) for share in order.shares},
+            asked=round(len(order.shares) / order.presence) if self.sync.damp_absent else len(order.shares),
+            seconds=round(self.clock.now() - started, 6),
+        )
+
+    # ------------------------------------------------------------ the service
+
+    async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.RunDescription:
+        identity = self.store.identity
+        return pb.RunDescription(
+            protocol=PROTOCOL, run_id=identity.run_id, sync_json=to_json(self.sync), job_json=identity.job_json
+        )
+
+    async def control(self, messages: AsyncIterator[pb.ToSyncer], context: Any) -> AsyncIterator[pb.ToLearner]:
+        first = await _first(messages)
+        try:
+            hello = self._check_hello(first)
+        except JoinRefused as refusal:
+            name = first.hello.name if first is not None else ""
+            self._record("refused", {"learner": name, "reason": str(refusal)})
+            yield pb.ToLearner(refusal=pb.Refusal(reason=str(refusal)))
+            return
+        connection = Connection(hello.session)
+        old = self._connections.get(hello.name)
+        if old is not None and old.session == hello.session:
+            old.end()
+        joined = m.Joined(hello.name, hello.session, hello.step, hello.tokens, tuple(hello.held))
+        for action in self.core.handle(joined, self.clock.now()):
+            if isinstance(action, m.Welcome):
+                self._connections[hello.name] = connection
+            self._perform(action)
+        reader = asyncio.get_running_loop().create_task(self._read(hello.name, connection, messages))
+        try:
+            while (message := await connection.outbox.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            if self._connections.get(hello.name) is connection:
+                del self._connections[hello.name]
+                self.dispatch(m.Disconnected(hello.name, hello.session))
+
+    def _check_hello(self, first: pb.ToSyncer | None) -> pb.Hello:
+        if first is None or first.WhichOneof("message") != "hello":
+            raise JoinRefused("the first message must be a hello")
+        hello = first.hello
+        if hello.protocol != PROTOCOL:
+            raise JoinRefused(f"protocol mismatch: the syncer speaks version {PROTOCOL}, this learner {hello.protocol}")
+        if not hello.name or not hello.session or len(hello.name) > 200:
+            raise JoinRefused("a learner needs a name of at most 200 characters and a session")
+        if hello.run_id and hello.run_id != self.store.identity.run_id:
+            raise JoinRefused(f"this syncer serves run {self.store.identity.run_id}, the learner belongs to {hello.run_id}")
+        specs = [TensorSpec(t.name, tuple(t.shape), t.dtype, t.rule) for t in hello.tensors]  # type: ignore[arg-type]
+        check_same_model(self.layout.tensors, specs)
+        return hello
+
+    async def _read(self, name: str, connection: Connection, messages: AsyncIterator[pb.ToSyncer]) -> None:
+        try:
+            async for message in messages:
+                if self._connections.get(name) is not connection:
+                    return
+                kind = message.WhichOneof("message")
+                if kind == "report":
+                    report = message.report
+                    connection.loss = report.loss if report.HasField("loss") else connection.loss
+                    connection.sent_bytes, connection.received_bytes = report.sent_bytes, report.received_bytes
+                    self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s))
+                elif kind == "ready":
+                    self.dispatch(m.Ready(name))
+                elif kind == "nothing":
+                    self.dispatch(m.NothingToGive(name, message.nothing.fragment, message.nothing.step))
+                elif kind == "leaving":
+                    self.dispatch(m.Leaving(name))
+                else:
+                    self._record("refused", {"learner": name, "reason": f"unexpected {kind or 'empty'} message"})
+        finally:
+            # Whatever ended the reading, the stream is of no more use.
+            if self._connections.get(name) is connection:
+                connection.end()
+
+    async def upload(self, parts: AsyncIterator[pb.UploadPart], context: Any) -> pb.UploadReply:
+        offer: m.Contributed | None = None
+        try:
+            assembly: Assembly | None = None
+            async for part in parts:
+                if part.WhichOneof("part") == "header":
+                    if assembly is not None:
+                        raise WireError("a second header in one upload")
+                    offer = self._check_upload(part.header)
+                    assembly = Assembly(part.header.size_bytes, part.header.checksum)
+                elif assembly is None:
+                    raise WireError("an upload must start with its header")
+                else:
+                    assembly.add(part.chunk)
+            if offer is None or assembly is None:
+                raise WireError("an empty upload")
+            numel = self.layout.fragments[offer.fragment].numel
+            delta = await asyncio.get_running_loop().run_in_executor(None, self._decode, assembly, numel)
+            reason = self.core.why_refused(offer)
+            if reason is not None:
+                raise WireError(reason)
+        except WireError as error:
+            who = {"learner": offer.name, "fragment": offer.fragment, "step": offer.step} if offer else {}
+            self._record("refused", {**who, "reason": str(error)})
+            return pb.UploadReply(accepted=False, reason=str(error))
+        self._deltas[offer.fragment, offer.name] = delta
+        self.dispatch(offer)
+        return pb.UploadReply(accepted=True)
+
+    def _check_upload(self, header: pb.UploadHeader) -> m.Contributed:
+        connection = self._connections.get(header.name)
+        if connection is None or connection.session != header.session:
+            raise WireError(f"{header.name!r} is not connected with this session")
+        offer = m.Contributed(header.name, header.fragment, header.step, header.base, header.steps, header.tokens)
+        reason = self.core.why_refused(offer)
+        if reason is not None:
+            raise WireError(reason)
+        if header.codec != self.sync.send:
+            raise WireError(f"this run's contributions are {self.sync.send}, got {header.codec!r}")
+        size = codecs.codec(self.sync.send).size_bytes(self.layout.fragments[header.fragment].numel)
+        if header.size_bytes != size:
+            raise WireError(f"fragment {header.fragment} is {size} bytes in {self.sync.send}, {header.size_bytes} declared")
+        return offer
+
+    def _decode(self, assembly: Assembly, numel: int) -> Tensor:
+        delta = codecs.codec(self.sync.send).decode(assembly.finish(), numel)
+        if not bool(torch.isfinite(delta).all()):
+            raise WireError("the contribution is not finite")
+        return delta
+
+    async def download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadPart]:
+        connection = self._connections.get(request.name)
+        if connection is None or connection.session != request.session:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{request.name!r} is not connected")
+        if request.fragment >= len(self._published):
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, f"there is no fragment {request.fragment}")
+        published = self._published[request.fragment]
+        if published.version != request.version:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"fragment {request.fragment} is at version {published.version}, not {request.version}",
+            )
+        header = pb.DownloadHeader(codec=published.codec, size_bytes=len(published.data), checksum=published.checksum)
+        yield pb.DownloadPart(header=header)
+        for chunk in cut(published.data):
+            yield pb.DownloadPart(chunk=chunk)
+
+    # ------------------------------------------------------------ running
+
+    async def serve(self, address: str, tls: TLS | None = None) -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server(options=SERVER_OPTIONS, compression=grpc.Compression.NoCompression)
+        add_to_server(self, server)
+        port = bind(server, address, tls)
+        await server.start()
+        return server, port
+
+    async def pulse(self) -> None:
+        """Tell learners how far the run is, write metrics and flush the tape, until cancelled."""
+        metrics_at = 0.0
+        while True:
+            progress = pb.ToLearner(progress=pb.Progress(run_tokens=self.core.tokens, step=self.core.step))
+            for connection in list(self._connections.values()):
+                if connection.outbox.qsize() < CONTROL_QUEUE // 2:
+                    connection.send(progress)
+            if self.clock.now() >= metrics_at:
+                metrics_at = self.clock.now() + METRICS_EVERY_S
+                self._write_metrics()
+                await self._flush()
+            await asyncio.sleep(PROGRESS_EVERY_S)
+
+    async def _flush(self) -> None:
+        if not self._entries:
+            return
+        entries, self._entries = self._entries, []
+        standing = self.core.standing()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._worker, self.store.append, entries, standing)
+        except SkerryError:
+            self._entries = entries + self._entries
+
+    async def close(self) -> None:
+        """Let merges in flight finish, write the last of the tape, and let go of the run folder."""
+        if self._wake is not None:
+            self._wake.cancel()
+        while self._merging:
+            await asyncio.gather(*self._merging, return_exceptions=True)
+        self._write_metrics()
+        await self._flush()
+        self._worker.shutdown()
+        self._metrics.close()
+        self.store.close()
+
+    def _write_metrics(self) -> None:
+        core, now = self.core, self.clock.now()
+        live = [learner for learner in core.learners.values() if learner.phase in ("training", "leaving")]
+        self._metrics.write(
+            "run",
+            phase=core.phase,
+            step=core.step,
+            tokens=core.tokens,
+            budget_tokens=self.sync.budget_tokens,
+            merges=sum(fragment.version for fragment in core.fragments),
+            participation=sum(core.participation) / len(core.participation) if core.participation else None,
+            live=len(live),
+            expected=self.sync.start_with,
+        )
+        for learner in core.learners.values():
+            connection = self._connections.get(learner.name)
+            then, tokens = self._rates.get(learner.name, (self._started, 0))
+            rate = max(0, learner.tokens - tokens) / (now - then) if now > then else 0.0
+            self._rates[learner.name] = (now, learner.tokens)
+            self._metrics.write(
+                "island",
+                island=learner.name,
+                state={"leaving": "training", "gone": "left"}.get(learner.phase, learner.phase),
+                step=learner.step,
+                tokens=learner.tokens,
+                tokens_per_s=round(rate, 1),
+                loss=connection.loss if connection else None,
+                weight=round(learner.last_share, 4),
+                merges=learner.merges,
+                sent_bytes=connection.sent_bytes if connection else None,
+                received_bytes=connection.received_bytes if connection else None,
+            )
+
+
+async def _first(messages: AsyncIterator[pb.ToSyncer]) -> pb.ToSyncer | None:
+    async for message in messages:
+        return message
+    return None
+
+
+async def run_syncer(
+    store: RunStore, address: str, tls: TLS | None, *, on_listening: Callable[[int], None], stop: asyncio.Event | None = None
+) -> bool:
+    """Serve until the run has ended (True) or `stop` is set (False)."""
+    syncer = SyncerServer(store)
+    server, port = await syncer.serve(address, tls)
+    on_listening(port)
+    pulse = asyncio.create_task(syncer.pulse())
+    ended = asyncio.create_task(syncer.ended.wait())
+    stopped = asyncio.create_task((stop or asyncio.Event()).wait())
+    try:
+        done, _ = await asyncio.wait({pulse, ended, stopped, syncer.failed}, return_when=asyncio.FIRST_COMPLETED)
+        for broken in done & {pulse, syncer.failed}:
+            broken.result()
+        if syncer.ended.is_set():
+            # Learners that were away when the run ended get a moment to find out.
+            await asyncio.sleep(LINGER_S)
+    finally:
+        for task in (pulse, ended, stopped):
+            task.cancel()
+        await asyncio.gather(pulse, ended, stopped, return_exceptions=True)
+        await server.stop(grace=1.0)
+        await syncer.close()
+    return syncer.ended.is_set()

@@ -1,0 +1,314 @@
+"""The run folder: what the syncer must never lose.
+
+    run.json                 the run's identity, model and settings; written once, last of all when a run is created
+    fixed.safetensors        tensors nobody trains
+    fragments/FFFF-VVVVVVVV.safetensors   values and outer momentum of one version of one fragment
+    tape.sqlite              which versions count, the order of all decisions, where the run stands
+
+A version's file is written beside, synced and renamed before the row that makes it count is committed, so at any crash the
+newest row names a whole file. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from skerry.config import SyncConfig, from_json, to_json
+from skerry.core.codec import checksum
+from skerry.core.fragment import Fragment, Layout, TensorSpec, split
+from skerry.core.merge import FragmentState
+from skerry.core.messages import Merge
+from skerry.core.standing import FragmentProgress, Standing
+from skerry.errors import StoreError
+
+FORMAT = 1
+KEPT_VERSIONS = 2
+"""Files of each fragment that stay: the newest, and the one before for readers that are in the middle of it."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS tape (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS versions (
+    fragment INTEGER NOT NULL, version INTEGER NOT NULL, step INTEGER NOT NULL, file TEXT NOT NULL,
+    checksum INTEGER NOT NULL, shares TEXT NOT NULL, PRIMARY KEY (fragment, version)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS standing (id INTEGER PRIMARY KEY CHECK (id = 1), data TEXT NOT NULL);
+"""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    run_id: str
+    layout: Layout
+    sync: SyncConfig
+    job_json: str
+
+
+@dataclass(frozen=True)
+class TapeEntry:
+    at: float
+    kind: str
+    data: dict[str, Any]
+
+
+def gather(layout: Layout, fragment: Fragment, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A fragment's pieces from named tensors, as one flat fp32 vector."""
+    pieces = []
+    for piece in fragment.pieces:
+        flat = tensors[layout.tensors[piece.tensor].name].detach().reshape(-1)
+        pieces.append(flat[piece.start : piece.stop].to(device="cpu", dtype=torch.float32))
+    return torch.cat(pieces) if pieces else torch.empty(0)
+
+
+def create_run(
+    folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync: SyncConfig, job_json: str = ""
+) -> RunIdentity:
+    """Make a run folder from a model's initial tensors. The run exists once run.json does."""
+    if (folder / "run.json").exists():
+        raise StoreError(f"{folder} already holds a run")
+    specs = [spec for spec, _ in tensors]
+    layout = split(specs, sync.fragments)
+    named = {spec.name: tensor for spec, tensor in tensors}
+    for name, tensor in named.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise StoreError(f"initial weights must be finite, tensor {name!r} is not")
+    try:
+        (folder / "fragments").mkdir(parents=True, exist_ok=True)
+        (folder / "tape.sqlite").unlink(missing_ok=True)
+        fixed = {layout.tensors[p.tensor].name: named[layout.tensors[p.tensor].name] for p in layout.fixed.pieces}
+        _write_durably(folder / "fixed.safetensors", save({k: v.detach().cpu().contiguous() for k, v in fixed.items()}))
+        database = _connect(folder)
+        with contextlib.closing(database), database:
+            for fragment in layout.fragments:
+                state = FragmentState.fresh(gather(layout, fragment, named))
+                file, crc = _write_version(folder, fragment.index, 0, state)
+                database.execute("INSERT INTO versions VALUES (?, 0, 0, ?, ?, '[]')", (fragment.index, file, crc))
+            _append(database, [TapeEntry(time.time(), "created", {"fragments": len(layout.fragments)})])
+        identity = {
+            "format": FORMAT,
+            "run_id": uuid.uuid4().hex,
+            "tensors": [[s.name, list(s.shape), s.dtype, s.rule] for s in specs],
+            "sync": json.loads(to_json(sync)),
+            "job": json.loads(job_json) if job_json else None,
+        }
+        _write_durably(folder / "run.json", json.dumps(identity, indent=1).encode())
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"cannot create a run in {folder}: {error}") from error
+    return read_identity(folder)
+
+
+def read_identity(folder: Path) -> RunIdentity:
+    try:
+        data = json.loads((folder / "run.json").read_text())
+        if data["format"] != FORMAT:
+            raise StoreError(f"{folder} has run format {data['format']}, this Skerry reads {FORMAT}")
+        specs = [TensorSpec(name, tuple(shape), dtype, rule) for name, shape, dtype, rule in data["tensors"]]
+        sync = from_json(SyncConfig, json.dumps(data["sync"]))
+        job = json.dumps(data["job"]) if data["job"] is not None else ""
+        return RunIdentity(data["run_id"], split(specs, sync.fragments), sync, job)
+    except FileNotFoundError:
+        raise StoreError(f"{folder} holds no run (there is no run.json)") from None
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{folder / 'run.json'} cannot be read: {error}") from None
+
+
+class RunStore:
+    """The run folder, open for writing by one process at a time. Calls may come from any one thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.identity = read_identity(folder)
+        self._lock = _lock(folder)
+        try:
+            self._database = _connect(folder)
+        except sqlite3.Error as error:
+            raise StoreError(f"{folder / 'tape.sqlite'} cannot be opened: {error}") from error
+        self._remove_leftovers()
+
+    def close(self) -> None:
+        self._database.close()
+        os.close(self._lock)
+
+    def load(self) -> tuple[list[FragmentState], list[FragmentProgress], Standing]:
+        """The newest state of everything."""
+        states, progress = [], []
+        for fragment in self.identity.layout.fragments:
+            rows = _newest(self._database, fragment.index, 8)
+            states.append(_read_version(self.folder, fragment, rows[0]))
+            found = FragmentProgress(version=rows[0]["version"], merged_step=rows[0]["step"])
+            for row in reversed(rows):
+                for share in json.loads(row["shares"]):
+                    found.merged_base[share["name"]] = share["base"]
+            progress.append(found)
+        row = self._database.execute("SELECT data FROM standing").fetchone()
+        return states, progress, Standing.from_json(json.loads(row["data"])) if row else Standing()
+
+    def commit(self, order: Merge, state: FragmentState, standing: Standing, entries: Sequence[TapeEntry]) -> None:
+        """Make one merge durable, with everything decided up to it. When this returns, the version may be announced."""
+        try:
+            file, crc = _write_version(self.folder, order.fragment, order.version, state)
+            shares = json.dumps([asdict(share) for share in order.shares])
+            with self._database:
+                row = (order.fragment, order.version, order.step, file, crc, shares)
+                self._database.execute("INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?)", row)
+                self._save_standing(standing)
+                _append(self._database, entries)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be stored: {error}") from error
+        old = self.folder / "fragments" / _file_name(order.fragment, order.version - KEPT_VERSIONS)
+        old.unlink(missing_ok=True)
+
+    def append(self, entries: Sequence[TapeEntry], standing: Standing) -> None:
+        """Record decisions that need no merge."""
+        try:
+            with self._database:
+                _append(self._database, entries)
+                self._save_standing(standing)
+        except sqlite3.Error as error:
+            raise StoreError(f"the tape cannot be written: {error}") from error
+
+    def tape(self) -> list[TapeEntry]:
+        rows = self._database.execute("SELECT at, kind, data FROM tape ORDER BY seq")
+        return [TapeEntry(row["at"], row["kind"], json.loads(row["data"])) for row in rows]
+
+    def _save_standing(self, standing: Standing) -> None:
+        self._database.execute(
+            "INSERT INTO standing VALUES (1, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data",
+            (json.dumps(standing.to_json()),),
+        )
+
+    def _remove_leftovers(self) -> None:
+        """Files of versions that never counted, or that should have been removed when the last process died."""
+        rows = self._database.execute("SELECT fragment, max(version) AS version FROM versions GROUP BY fragment")
+        wanted = {_file_name(row["fragment"], row["version"] - back) for row in rows for back in range(KEPT_VERSIONS)}
+        for path in (self.folder / "fragments").iterdir():
+            if path.name not in wanted:
+                path.unlink(missing_ok=True)
+
+
+def read_model(folder: Path) -> dict[str, Tensor]:
+    """The run's newest tensors by name, in their own types. Safe beside a running syncer; fragments may differ in age."""
+    identity = read_identity(folder)
+    layout = identity.layout
+    flat = {s.name: torch.empty(s.numel, dtype=torch.float32) for s in layout.tensors if s.rule != "fixed"}
+    with contextlib.closing(_connect(folder, read_only=True)) as database:
+        for fragment in layout.fragments:
+            values = _read_newest(folder, database, fragment).values
+            for piece, part in zip(fragment.pieces, values.split([p.numel for p in fragment.pieces]), strict=True):
+                flat[layout.tensors[piece.tensor].name][piece.start : piece.stop] = part
+    fixed = load_file(folder / "fixed.safetensors")
+    tensors = {}
+    for spec in layout.tensors:
+        tensor = fixed[spec.name] if spec.rule == "fixed" and spec.numel else flat.get(spec.name, torch.empty(0))
+        tensors[spec.name] = tensor.reshape(spec.shape).to(getattr(torch, spec.dtype))
+    return tensors
+
+
+def read_standing(folder: Path) -> Standing:
+    with contextlib.closing(_connect(folder, read_only=True)) as database:
+        row = database.execute("SELECT data FROM standing").fetchone()
+    return Standing.from_json(json.loads(row["data"])) if row else Standing()
+
+
+def _read_newest(folder: Path, database: sqlite3.Connection, fragment: Fragment) -> FragmentState:
+    for _ in range(100):
+        rows = _newest(database, fragment.index, 1)
+        with contextlib.suppress(FileNotFoundError):
+            # A running syncer may replace the file between our two looks; then there is a newer row.
+            return _read_version(folder, fragment, rows[0], missing_is_damage=False)
+    raise StoreError(f"fragment {fragment.index} changes faster than it can be read")
+
+
+def _newest(database: sqlite3.Connection, fragment: int, count: int) -> list[sqlite3.Row]:
+    query = "SELECT version, step, file, checksum, shares FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
+    rows = database.execute(query, (fragment, count)).fetchall()
+    if not rows:
+        raise StoreError(f"the tape knows no version of fragment {fragment}; the run folder is incomplete")
+    return rows
+
+
+def _file_name(fragment: int, version: int) -> str:
+    return f"{fragment:04d}-{version:08d}.safetensors"
+
+
+def _state_checksum(state: FragmentState) -> int:
+    values, momentum = state.values.numpy(), state.momentum.numpy()
+    return checksum(memoryview(values).cast("B")) ^ (checksum(memoryview(momentum).cast("B")) << 1 & 0xFFFFFFFF)
+
+
+def _write_version(folder: Path, fragment: int, version: int, state: FragmentState) -> tuple[str, int]:
+    name = _file_name(fragment, version)
+    _write_durably(folder / "fragments" / name, save({"values": state.values, "momentum": state.momentum}))
+    return name, _state_checksum(state)
+
+
+def _read_version(folder: Path, fragment: Fragment, row: sqlite3.Row, missing_is_damage: bool = True) -> FragmentState:
+    path = folder / "fragments" / row["file"]
+    try:
+        tensors = load_file(path)
+        state = FragmentState(tensors["values"], tensors["momentum"])
+    except FileNotFoundError:
+        if not missing_is_damage:
+            raise
+        raise StoreError(f"{path} is missing, but the tape counts on it") from None
+    except (OSError, SafetensorError, KeyError) as error:
+        raise StoreError(f"{path} is damaged: {error}") from None
+    if state.values.shape != (fragment.numel,) or _state_checksum(state) != row["checksum"]:
+        raise StoreError(f"{path} is damaged: its content does not match the tape's checksum")
+    return state
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    beside = path.with_name(f".{path.name}.partial")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _connect(folder: Path, read_only: bool = False) -> sqlite3.Connection:
+    path = folder / "tape.sqlite"
+    uri = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+    # Calls come from the syncer's store thread and its main thread, never at once.
+    database = sqlite3.connect(uri, uri=True, timeout=30.0, check_same_thread=False)
+    database.row_factory = sqlite3.Row
+    if not read_only:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")
+        database.executescript(_SCHEMA)
+    return database
+
+
+def _append(database: sqlite3.Connection, entries: Sequence[TapeEntry]) -> None:
+    rows: Iterator[tuple[float, str, str]] = ((entry.at, entry.kind, json.dumps(entry.data)) for entry in entries)
+    database.executemany("INSERT INTO tape (at, kind, data) VALUES (?, ?, ?)", rows)
+
+
+def _lock(folder: Path) -> int:
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise StoreError(f"{folder} is in use by another syncer") from None
+    return descriptor

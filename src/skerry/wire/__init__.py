@@ -1,0 +1,1 @@
+"""What travels between learners and the syncer: messages, chunk streams, connections. Foreign errors become ours here."""

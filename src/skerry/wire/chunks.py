@@ -1,0 +1,41 @@
+"""A vector's bytes as a stream of bounded chunks, with declared size and checksum, and back. Nothing is trusted on arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skerry.core.codec import checksum
+from skerry.errors import WireError
+
+CHUNK_BYTES = 1 << 20
+
+
+def cut(data: memoryview) -> Iterator[bytes]:
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield bytes(data[start : start + CHUNK_BYTES])
+
+
+class Assembly:
+    """Puts chunks together. Memory is bounded by the declared size, which the caller has checked against what it expects."""
+
+    def __init__(self, size_bytes: int, expected_checksum: int) -> None:
+        self._buffer = bytearray(size_bytes)
+        self._filled = 0
+        self._checksum = expected_checksum
+
+    def add(self, chunk: bytes) -> None:
+        if len(chunk) > CHUNK_BYTES:
+            raise WireError(f"a chunk of {len(chunk)} bytes is larger than the limit of {CHUNK_BYTES}")
+        end = self._filled + len(chunk)
+        if end > len(self._buffer):
+            raise WireError(f"oversized: {end} bytes or more arrived, {len(self._buffer)} were declared")
+        self._buffer[self._filled : end] = chunk
+        self._filled = end
+
+    def finish(self) -> memoryview:
+        if self._filled != len(self._buffer):
+            raise WireError(f"truncated: {self._filled} bytes arrived, {len(self._buffer)} were declared")
+        actual = checksum(self._buffer)
+        if actual != self._checksum:
+            raise WireError(f"checksum mismatch: declared {self._checksum:08x}, received {actual:08x}")
+        return memoryview(self._buffer)

@@ -1,0 +1,124 @@
+"""Addresses, TLS and channel options, for both ends. Plain text is allowed on loopback only."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from skerry.errors import ConfigError, WireError
+
+PROTOCOL = 1
+
+# A message is a small control message or one chunk. Keep-alive finds a dead peer behind a silent network path, and keeps
+# NAT entries open. Local sub-channel pools keep gRPC from putting control and bulk onto one TCP connection.
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.max_send_message_length", 4 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+]
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.max_send_message_length", 4 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+]
+
+
+@dataclass(frozen=True)
+class TLS:
+    """PEM files. A learner needs `ca`, and `cert` with `key` where the syncer checks learners; a syncer needs all three
+    to check learners, or `cert` and `key` alone to be checked by them."""
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    @staticmethod
+    def from_environment() -> TLS | None:
+        values = {name: os.environ.get(f"SKERRY_TLS_{name.upper()}", "") for name in ("ca", "cert", "key")}
+        return TLS(**values) if any(values.values()) else None
+
+    def _read(self, name: str) -> bytes | None:
+        path = getattr(self, name)
+        if not path:
+            return None
+        try:
+            return Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"TLS {name} file {path} cannot be read: {error.strerror}") from None
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        if bool(self.cert) != bool(self.key):
+            raise ConfigError("TLS cert and key must be given together")
+        return grpc.ssl_channel_credentials(self._read("ca"), self._read("key"), self._read("cert"))
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        key, cert, ca = self._read("key"), self._read("cert"), self._read("ca")
+        if key is None or cert is None:
+            raise ConfigError("a syncer with TLS needs both a cert and a key file")
+        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    host, separator, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"address must be host:port, got {address!r}")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def require_tls_off_loopback(host: str, tls: TLS | None) -> None:
+    if tls is None and not is_loopback(host):
+        raise ConfigError(
+            f"{host} is not this machine, and without TLS anyone on the way could read and change the model; "
+            "give TLS files (SKERRY_TLS_CA, SKERRY_TLS_CERT, SKERRY_TLS_KEY) or use 127.0.0.1"
+        )
+
+
+def open_channel(address: str, tls: TLS | None) -> grpc.aio.Channel:
+    host, _ = split_address(address)
+    require_tls_off_loopback(host, tls)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, address: str, tls: TLS | None) -> int:
+    """Listen; port 0 picks a free one. Returns the port."""
+    host, wanted = split_address(address)
+    require_tls_off_loopback(host, tls)
+    try:
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, tls.server_credentials())
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise WireError(f"cannot listen on {address}: the port is taken or the address is not this machine's")
+    assert wanted in (0, port)
+    return int(port)

@@ -1,0 +1,60 @@
+"""The gRPC service both ways: handlers for a server, callables for a client. Names and types stand here once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc
+
+from skerry.wire import skerry_pb2 as pb
+
+_SERVICE = "skerry.v1.Syncer"
+
+
+class SyncerService(Protocol):
+    """What a syncer implements."""
+
+    async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.RunDescription: ...
+
+    def control(self, messages: AsyncIterator[pb.ToSyncer], context: Any) -> AsyncIterator[pb.ToLearner]: ...
+
+    async def upload(self, parts: AsyncIterator[pb.UploadPart], context: Any) -> pb.UploadReply: ...
+
+    def download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadPart]: ...
+
+
+def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
+    handlers = {
+        "Describe": grpc.unary_unary_rpc_method_handler(
+            service.describe, pb.DescribeRequest.FromString, pb.RunDescription.SerializeToString
+        ),
+        "Control": grpc.stream_stream_rpc_method_handler(
+            service.control, pb.ToSyncer.FromString, pb.ToLearner.SerializeToString
+        ),
+        "Upload": grpc.stream_unary_rpc_method_handler(
+            service.upload, pb.UploadPart.FromString, pb.UploadReply.SerializeToString
+        ),
+        "Download": grpc.unary_stream_rpc_method_handler(
+            service.download, pb.DownloadRequest.FromString, pb.DownloadPart.SerializeToString
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+
+
+class SyncerStub:
+    """What a learner calls, on one channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.describe = channel.unary_unary(
+            f"/{_SERVICE}/Describe", pb.DescribeRequest.SerializeToString, pb.RunDescription.FromString
+        )
+        self.control = channel.stream_stream(
+            f"/{_SERVICE}/Control", pb.ToSyncer.SerializeToString, pb.ToLearner.FromString
+        )
+        self.upload = channel.stream_unary(
+            f"/{_SERVICE}/Upload", pb.UploadPart.SerializeToString, pb.UploadReply.FromString
+        )
+        self.download = channel.unary_stream(
+            f"/{_SERVICE}/Download", pb.DownloadRequest.SerializeToString, pb.DownloadPart.FromString
+        )

@@ -1,0 +1,263 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("protocol",)
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    def __init__(self, protocol: _Optional[int] = ...) -> None: ...
+
+class RunDescription(_message.Message):
+    __slots__ = ("protocol", "run_id", "sync_json", "job_json")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SYNC_JSON_FIELD_NUMBER: _ClassVar[int]
+    JOB_JSON_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    run_id: str
+    sync_json: str
+    job_json: str
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., sync_json: _Optional[str] = ..., job_json: _Optional[str] = ...) -> None: ...
+
+class ToSyncer(_message.Message):
+    __slots__ = ("hello", "ready", "report", "nothing", "leaving")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    NOTHING_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    ready: Ready
+    report: Report
+    nothing: NothingToGive
+    leaving: Leaving
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., nothing: _Optional[_Union[NothingToGive, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ("name", "shape", "dtype", "rule")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    rule: str
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rule: _Optional[str] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "name", "session", "tensors", "run_id", "step", "tokens", "held")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    name: str
+    session: str
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    run_id: str
+    step: int
+    tokens: int
+    held: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("step", "tokens", "step_time_s", "loss", "sent_bytes", "received_bytes")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    tokens: int
+    step_time_s: float
+    loss: float
+    sent_bytes: int
+    received_bytes: int
+    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., loss: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ...) -> None: ...
+
+class NothingToGive(_message.Message):
+    __slots__ = ("fragment", "step")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    step: int
+    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ToLearner(_message.Message):
+    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refusal: Refusal
+    begin: Begin
+    ask: Ask
+    announce: Announce
+    stop: Stop
+    goodbye: Goodbye
+    progress: Progress
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    slot: int
+    step: int
+    resumed: bool
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    run_tokens: int
+    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class Ask(_message.Message):
+    __slots__ = ("fragment", "step", "min_base")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MIN_BASE_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    step: int
+    min_base: int
+    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., min_base: _Optional[int] = ...) -> None: ...
+
+class Announce(_message.Message):
+    __slots__ = ("fragment", "version", "step", "includes_yours")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    INCLUDES_YOURS_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    step: int
+    includes_yours: bool
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., includes_yours: bool = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ("reason", "final")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    final: bool
+    def __init__(self, reason: _Optional[str] = ..., final: bool = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("run_tokens", "step")
+    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    run_tokens: int
+    step: int
+    def __init__(self, run_tokens: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class UploadPart(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: UploadHeader
+    chunk: bytes
+    def __init__(self, header: _Optional[_Union[UploadHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class UploadHeader(_message.Message):
+    __slots__ = ("name", "session", "fragment", "step", "base", "steps", "tokens", "codec", "size_bytes", "checksum")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    session: str
+    fragment: int
+    step: int
+    base: int
+    steps: int
+    tokens: int
+    codec: str
+    size_bytes: int
+    checksum: int
+    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class UploadReply(_message.Message):
+    __slots__ = ("accepted", "reason")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    reason: str
+    def __init__(self, accepted: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DownloadRequest(_message.Message):
+    __slots__ = ("name", "session", "fragment", "version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    session: str
+    fragment: int
+    version: int
+    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class DownloadPart(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: DownloadHeader
+    chunk: bytes
+    def __init__(self, header: _Optional[_Union[DownloadHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class DownloadHeader(_message.Message):
+    __slots__ = ("codec", "size_bytes", "checksum")
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    codec: str
+    size_bytes: int
+    checksum: int
+    def __init__(self, codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...

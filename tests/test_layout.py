@@ -1,0 +1,231 @@
+"""Which module may import which, and that nothing here reads or writes pickles.
+
+The sources are parsed, never imported, so an import inside a function or under `if TYPE_CHECKING` counts as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parent.parent / "src"
+SOURCES = sorted(SRC.glob("skerry/**/*.py"))
+
+# A part of skerry may import its own layer and those above it in this table.
+LAYERS = [
+    {"errors", "clock", "config", "metrics"},
+    {"core"},
+    {"wire"},
+    {"syncer", "learner"},
+    {"data", "models", "train"},
+    {"launch", "chaos", "sim", "observe", "integrations"},
+    {"cli"},
+]
+LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+STRANGERS = {("syncer", "learner"), ("learner", "syncer")}  # one layer, but they meet on the wire only
+FREE = {"skerry", "skerry.__main__"}  # the public face and the entry point import what they like
+
+PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything imported. `from a import b` gives a.b, whether b is a module or a value."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                above = package[: len(package) - (node.level - 1)]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in {"import_module", "__import__"}:
+            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` for a chain of attributes on a plain name, else an empty string."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
+
+
+def direction_faults(source: str, module: str, is_package: bool = False) -> list[str]:
+    if module in FREE:
+        return []
+    part = module.split(".")[1]
+    if part not in LAYER_OF:
+        return [f"{module}: {part!r} has no layer; give it one in tests/test_layout.py"]
+    faults = []
+    for line, name in imports(ast.parse(source), module, is_package):
+        root, _, rest = name.partition(".")
+        if root != "skerry":
+            continue
+        target = rest.split(".")[0]
+        if target.startswith("__") and target != "__main__":
+            continue  # skerry.__version__: the package is loaded already, and plain values pull in nothing
+        if target not in LAYER_OF:
+            faults.append(f"{module}:{line}: imports {name}: only {sorted(FREE)} may use the public face")
+        elif LAYER_OF[target] > LAYER_OF[part]:
+            faults.append(f"{module}:{line}: imports {name}: {part} is below {target}")
+        elif (part, target) in STRANGERS:
+            faults.append(f"{module}:{line}: imports {name}: {part} and {target} do not know each other")
+    return faults
+
+
+def pickle_faults(source: str, module: str, is_package: bool = False) -> list[str]:
+    tree = ast.parse(source)
+    faults = []
+    for line, name in imports(tree, module, is_package):
+        first, last = name.split(".")[0], name.split(".")[-1]
+        if first in PICKLING_MODULES or last in PICKLING_MODULES:
+            faults.append(f"{module}:{line}: imports {name}, which pickles")
+        elif first == "torch" and last in {"load", "save"}:
+            faults.append(f"{module}:{line}: imports {name}, which pickles; use safetensors")
+    torch_names = {"torch"}  # and every name that a part of torch goes by here
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            torch_names.update(a.asname for a in node.names if a.asname and a.name.split(".")[0] == "torch")
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "torch":
+            torch_names.update(a.asname or a.name for a in node.names)
+    for node in ast.walk(tree):
+        chain = dotted(node).split(".")
+        if isinstance(node, ast.Name) and node.id in PICKLING_MODULES:
+            faults.append(f"{module}:{node.lineno}: uses {node.id}")
+        elif isinstance(node, ast.Attribute) and node.attr in PICKLING_MODULES:
+            faults.append(f"{module}:{node.lineno}: uses .{node.attr}")
+        elif isinstance(node, ast.Attribute) and chain[0] in torch_names and chain[-1] in {"load", "save"}:
+            faults.append(f"{module}:{node.lineno}: uses {'.'.join(chain)}, which pickles; use safetensors")
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            if not (isinstance(node.value, ast.Constant) and node.value.value is False):
+                faults.append(f"{module}:{node.value.lineno}: allow_pickle must be False")
+    return faults
+
+
+def test_imports_go_one_way() -> None:
+    assert SOURCES, f"no sources found under {SRC}"
+    faults = [
+        fault
+        for path in SOURCES
+        for fault in direction_faults(path.read_text("utf-8"), module_name(path), path.name == "__init__.py")
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_nothing_pickles() -> None:
+    assert SOURCES, f"no sources found under {SRC}"
+    faults = [
+        fault
+        for path in SOURCES
+        for fault in pickle_faults(path.read_text("utf-8"), module_name(path), path.name == "__init__.py")
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_importing_skerry_does_not_import_torch() -> None:
+    code = "import skerry, sys; assert skerry.__file__; assert 'torch' not in sys.modules"
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("skerry.core.merge", "import skerry.wire"),
+        ("skerry.core.merge", "from skerry import wire"),
+        ("skerry.core.merge", "from ..wire.client import Client"),
+        ("skerry.core.merge", "from .. import wire"),
+        ("skerry.core.merge", "from skerry import join"),
+        ("skerry.core.merge", "from skerry import *"),
+        ("skerry.core.merge", "import skerry"),
+        ("skerry.core.merge", "import torch, skerry.cli"),
+        ("skerry.core.merge", "def late():\n    from skerry.learner import attach"),
+        ("skerry.core.merge", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from skerry.train import loop"),
+        ("skerry.core.merge", "import importlib\nimportlib.import_module('skerry.cli')"),
+        ("skerry.errors", "from .core import merge"),
+        ("skerry.syncer.server", "from skerry.learner import attach"),
+        ("skerry.learner.attach", "from ..syncer import store"),
+        ("skerry.train.loop", "from skerry import launch"),
+        ("skerry.sim.world", "import skerry.cli"),
+        ("skerry.cli", "import skerry.__main__"),
+        ("skerry.cli", "import skerry.unheard_of"),
+        ("skerry.unheard_of", "x = 1"),
+    ],
+)
+def test_an_import_against_the_direction_is_found(module: str, source: str) -> None:
+    assert direction_faults(source, module)
+
+
+def test_a_relative_import_in_a_package_counts_from_that_package() -> None:
+    assert not direction_faults("from . import syncer", "skerry.core", is_package=True)
+    assert direction_faults("from .. import syncer", "skerry.core", is_package=True)
+    assert direction_faults("from . import syncer", "skerry.config")
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("skerry.core.merge", "import torch\nfrom skerry.errors import SkerryError\nfrom . import outer"),
+        ("skerry.config", "from .errors import ConfigError\nfrom skerry import clock"),
+        ("skerry.syncer.server", "from ..wire import service\nfrom ..core import syncer\nfrom .store import Store"),
+        ("skerry.train.loop", "from skerry.data import corpus\nfrom skerry.learner import attach"),
+        ("skerry.cli", "from skerry import __version__\nfrom skerry.launch import local"),
+        ("skerry", "from .learner import join"),
+        ("skerry.__main__", "from skerry.cli import main"),
+    ],
+)
+def test_an_import_along_the_direction_passes(module: str, source: str) -> None:
+    assert not direction_faults(source, module, is_package=module == "skerry")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import pickle as p",
+        "from pickle import loads",
+        "from multiprocessing.reduction import pickle",
+        "__import__('pickle')",
+        "import torch\ntorch.load('x')",
+        "import torch as t\nsave = t.save",
+        "from torch import save",
+        "from torch import serialization as s\ns.load('x')",
+        "import torch.distributed.checkpoint as dcp\ndcp.save({})",
+        "import io\nio.pickle.dumps(1)",
+        "import numpy\nnumpy.load('x', allow_pickle=True)",
+    ],
+)
+def test_pickling_is_found(source: str) -> None:
+    assert pickle_faults(source, "skerry.core.merge")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "'''Never pickle, never torch.load.'''",
+        "from safetensors.torch import load, save_file\nload(b'')",
+        "import safetensors.torch as st\nst.save({})",
+        "import numpy\nnumpy.load('x', allow_pickle=False)",
+        "import json\njson.load(open('x'))",
+    ],
+)
+def test_what_does_not_pickle_passes(source: str) -> None:
+    assert not pickle_faults(source, "skerry.core.merge")
