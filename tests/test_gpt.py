@@ -183,7 +183,7 @@ def test_projections_into_the_residual_stream_start_smaller() -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             expected = 0.02 / 4 if name.endswith(("attention.out.weight", "down.weight")) else 0.02
-            assert float(parameter.std()) == pytest.approx(expected, rel=0.05)
+            assert float(parameter.detach().std()) == pytest.approx(expected, rel=0.05)
         else:
             assert (parameter == 1).all()
 
@@ -193,7 +193,7 @@ def test_fresh_weights_give_every_token_about_the_same_chance(vocab: int) -> Non
     model = build_gpt(ModelConfig(context=32), vocab, seed=0)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(vocab, (2, 4, 32), generator=generator)
-    assert float(model(tokens, targets)) == pytest.approx(math.log(vocab), abs=0.15)
+    assert model(tokens, targets).item() == pytest.approx(math.log(vocab), abs=0.15)
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_the_logits() -> None:
@@ -212,7 +212,7 @@ def test_one_batch_can_be_learnt_by_heart() -> None:
         optimizer.step()
     # The first tokens of the four sequences differ, so everything after them can be known.
     assert len(set(tokens[:, 0].tolist())) == 4
-    assert float(loss) < 0.1
+    assert loss.item() < 0.1
 
 
 def test_bf16_autocast_stays_close_to_fp32_and_its_logits_are_fp32() -> None:
@@ -225,7 +225,7 @@ def test_bf16_autocast_stays_close_to_fp32_and_its_logits_are_fp32() -> None:
         logits, rough = model(tokens), model(tokens, targets)
     rough.backward()
     assert logits.dtype == rough.dtype == torch.float32
-    assert float(rough) == pytest.approx(float(exact), rel=0.02)
+    assert rough.item() == pytest.approx(exact.item(), rel=0.02)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert gradient is not None and parameter.grad is not None
         assert F.cosine_similarity(parameter.grad.flatten(), gradient.flatten(), dim=0) > 0.98
@@ -263,8 +263,8 @@ def test_tokens_are_drawn_with_the_models_chances() -> None:
     with torch.no_grad():
         model.embedding.weight.mul_(10)
         chances = (model(torch.tensor([[1]]))[0, -1] / 0.7).softmax(dim=-1)
-    drawn = torch.tensor([generate(model, [1], 1, temperature=0.7, seed=seed)[0] for seed in range(600)])
-    torch.testing.assert_close(drawn.bincount(minlength=3) / 600, chances, rtol=0, atol=0.06)
+    drawn = torch.tensor([generate(model, [1], 1, temperature=0.7, seed=seed)[0] for seed in range(300)])
+    torch.testing.assert_close(drawn.bincount(minlength=3) / 300, chances, rtol=0, atol=0.09)
 
 
 def test_sampling_sees_only_the_last_context_of_a_long_prompt() -> None:

@@ -109,7 +109,10 @@ class SyncConfig:
         _require(self.budget_tokens >= 0, "sync.budget_tokens", self.budget_tokens, ">= 0")
         _require(self.silence_s > 0, "sync.silence_s", self.silence_s, "> 0")
         _require(
-            not self.wait or self.overlap < self.every, "sync.overlap", self.overlap, "less than sync.every in lock-step"
+            not self.wait or self.overlap < self.every,
+            "sync.overlap",
+            self.overlap,
+            "less than sync.every in lock-step",
         )
         _require(self.begin.every <= self.every, "sync.begin.every", self.begin.every, "at most sync.every")
 

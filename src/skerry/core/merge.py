@@ -64,8 +64,9 @@ def radial_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 def nesterov(state: FragmentState, gradient: Tensor, lr: float, momentum: float) -> FragmentState:
     """One step of SGD with Nesterov momentum; equal to torch.optim.SGD(nesterov=True) when momentum > 0."""
-    buffer = state.momentum * momentum + gradient
-    values = state.values - lr * (gradient + momentum * buffer)
+    # The same operations in the same order as torch's, so that the result is the same to the bit.
+    buffer = state.momentum.mul(momentum).add_(gradient)
+    values = state.values.add(gradient.add(buffer, alpha=momentum), alpha=-lr)
     return FragmentState(values, buffer)
 
 

@@ -64,6 +64,10 @@ class Standing:
     sessions: dict[str, tuple[str, int, int, int]] = field(default_factory=dict)
     """name → (session, slot, step, tokens)."""
 
+    @property
+    def tokens(self) -> int:
+        return self.banked_tokens + sum(tokens for _, _, _, tokens in self.sessions.values())
+
     def to_json(self) -> dict[str, Any]:
         return {
             "step": self.step,

@@ -99,11 +99,11 @@ def check_range(tokens: TokenSequence, vocab: int, name: str, budget: int = 1 <<
     """
     total = len(tokens)
     stretches = -(-total // stretch)
-    looked_at = min(stretches, max(1, budget // stretch))
+    looked_at = min(stretches, -(-budget // stretch))
     for k in range(looked_at):
         index = (k + 1) * stretches // looked_at - 1
         block = tokens[index * stretch : (index + 1) * stretch]
         low, high = int(block.min()), int(block.max())
         if low < 0 or high >= vocab:
             found = low if low < 0 else high
-            raise ConfigError(f"every token in {name} must be in [0, {vocab}) for this tokenizer, got {found}")
+            raise ConfigError(f"every token in {name} must be in [0, {vocab}), the ids of data.tokenizer, got {found}")

@@ -56,7 +56,9 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(int(token) for token in ids).decode("utf-8", errors="replace")
+        # An array is taken as it is, because walking through millions of bytes one by one takes seconds.
+        tokens = ids if isinstance(ids, np.ndarray) else [int(token) for token in ids]
+        return np.asarray(tokens, dtype=np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class HFTokenizer:

@@ -268,7 +268,9 @@ class SyncerServer:
         if not hello.name or not hello.session or len(hello.name) > 200:
             raise JoinRefused("a learner needs a name of at most 200 characters and a session")
         if hello.run_id and hello.run_id != self.store.identity.run_id:
-            raise JoinRefused(f"this syncer serves run {self.store.identity.run_id}, the learner belongs to {hello.run_id}")
+            raise JoinRefused(
+                f"this syncer serves run {self.store.identity.run_id}, the learner belongs to {hello.run_id}"
+            )
         specs = [TensorSpec(t.name, tuple(t.shape), t.dtype, t.rule) for t in hello.tensors]  # type: ignore[arg-type]
         check_same_model(self.layout.tensors, specs)
         return hello
@@ -338,7 +340,9 @@ class SyncerServer:
             raise WireError(f"this run's contributions are {self.sync.send}, got {header.codec!r}")
         size = codecs.codec(self.sync.send).size_bytes(self.layout.fragments[header.fragment].numel)
         if header.size_bytes != size:
-            raise WireError(f"fragment {header.fragment} is {size} bytes in {self.sync.send}, {header.size_bytes} declared")
+            raise WireError(
+                f"fragment {header.fragment} is {size} bytes in {self.sync.send}, {header.size_bytes} declared"
+            )
         return offer
 
     def _decode(self, assembly: Assembly, numel: int) -> Tensor:
@@ -450,7 +454,12 @@ async def _first(messages: AsyncIterator[pb.ToSyncer]) -> pb.ToSyncer | None:
 
 
 async def run_syncer(
-    store: RunStore, address: str, tls: TLS | None, *, on_listening: Callable[[int], None], stop: asyncio.Event | None = None
+    store: RunStore,
+    address: str,
+    tls: TLS | None,
+    *,
+    on_listening: Callable[[int], None],
+    stop: asyncio.Event | None = None,
 ) -> bool:
     """Serve until the run has ended (True) or `stop` is set (False)."""
     syncer = SyncerServer(store)

@@ -168,7 +168,9 @@ class RunStore:
                 self._save_standing(standing)
                 _append(self._database, entries)
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be stored: {error}") from error
+            raise StoreError(
+                f"version {order.version} of fragment {order.fragment} cannot be stored: {error}"
+            ) from error
         old = self.folder / "fragments" / _file_name(order.fragment, order.version - KEPT_VERSIONS)
         old.unlink(missing_ok=True)
 
@@ -234,7 +236,9 @@ def _read_newest(folder: Path, database: sqlite3.Connection, fragment: Fragment)
 
 
 def _newest(database: sqlite3.Connection, fragment: int, count: int) -> list[sqlite3.Row]:
-    query = "SELECT version, step, file, checksum, shares FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
+    query = (
+        "SELECT version, step, file, checksum, shares FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
+    )
     rows = database.execute(query, (fragment, count)).fetchall()
     if not rows:
         raise StoreError(f"the tape knows no version of fragment {fragment}; the run folder is incomplete")

@@ -1,0 +1,230 @@
+"""The command line. Nothing heavy is imported before it is known which command runs, so that help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skerry.errors import ConfigError, SkerryError
+
+if TYPE_CHECKING:
+    from skerry.wire.connection import TLS
+
+_TRAIN_USAGE = """usage: skerry train [CONFIG.toml] [--SETTING VALUE ...]
+
+Train a model as the file says, on this machine: a syncer, its islands and a validator. Every setting can be given on the
+command line with its dotted name, which takes precedence over the file:
+
+  skerry train configs/default.toml --algorithm dp --train.tokens 1000000 --sync.every 12
+
+`skerry train --settings` lists all settings with their defaults."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if arguments[:1] == ["train"]:
+            _train(arguments[1:])
+        else:
+            options = _parser().parse_args(arguments)
+            options.act(options)
+    except SkerryError as error:
+        print(f"skerry: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="skerry", description="Train one model on many separate islands of compute that never wait for each other."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    # Only for the list of commands: `train` is handled before this parser is reached.
+    commands.add_parser("train", help="run a whole job on this machine", add_help=False)
+
+    syncer = commands.add_parser("syncer", help="serve a run to its islands")
+    syncer.add_argument("run", type=Path, help="the run folder")
+    syncer.add_argument("--address", default="127.0.0.1:7070", help="host:port to listen on (default: %(default)s)")
+    _tls_options(syncer)
+    syncer.set_defaults(act=_syncer)
+
+    create = commands.add_parser(
+        "create", help="make a run folder from a configuration, for syncer and learner by hand"
+    )
+    create.add_argument("config", type=Path, help="a configuration file")
+    create.add_argument("run", type=Path, help="the run folder to make")
+    create.set_defaults(act=_create)
+
+    learner = commands.add_parser("learner", help="run one island of a job; the syncer tells it what the job is")
+    learner.add_argument("address", help="host:port of the syncer")
+    learner.add_argument("--name", help="keep it the same when the island is restarted (default: host and process)")
+    learner.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: as the job says)")
+    learner.add_argument("--threads", type=int, help="CPU threads (default: as the job says)")
+    _tls_options(learner)
+    learner.set_defaults(act=_learner)
+
+    export = commands.add_parser("export", help="write a run's global model as one safetensors file")
+    export.add_argument("run", type=Path, help="the run folder")
+    export.add_argument("file", type=Path, help="the file to write")
+    export.set_defaults(act=_export)
+
+    plot = commands.add_parser("plot", help="draw a run's loss curves")
+    plot.add_argument("run", type=Path, help="the run folder")
+    plot.add_argument("file", type=Path, nargs="?", help="the PNG to write (default: loss.png in the run folder)")
+    plot.set_defaults(act=_plot)
+
+    # Parts that `train` starts.
+    validator = commands.add_parser("validator")
+    validator.add_argument("run", type=Path)
+    validator.add_argument("--started", type=float, required=True)
+    validator.set_defaults(act=_validator)
+    worker = commands.add_parser("worker")
+    worker.add_argument("run", type=Path)
+    worker.add_argument("rank", type=int)
+    worker.add_argument("port", type=int)
+    worker.set_defaults(act=_worker)
+    return parser
+
+
+def _tls_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "TLS (default: SKERRY_TLS_CA, SKERRY_TLS_CERT, SKERRY_TLS_KEY; needed off loopback)"
+    )
+    group.add_argument("--ca", default="", help="certificate authority of the other side")
+    group.add_argument("--cert", default="", help="own certificate")
+    group.add_argument("--key", default="", help="own private key")
+
+
+def _tls(options: argparse.Namespace) -> TLS | None:
+    from skerry.wire.connection import TLS
+
+    if options.ca or options.cert or options.key:
+        return TLS(options.ca, options.cert, options.key)
+    return TLS.from_environment()
+
+
+def _train(arguments: list[str]) -> None:
+    if "--help" in arguments or "-h" in arguments:
+        print(_TRAIN_USAGE)
+        return
+    from skerry.config import Config, load
+
+    config = Config()
+    if arguments and not arguments[0].startswith("-"):
+        config = load(Path(arguments.pop(0)))
+    if arguments:
+        import tyro
+
+        if arguments == ["--settings"]:
+            arguments = ["--help"]
+        config = tyro.cli(Config, default=config, args=arguments, prog="skerry train")
+    from skerry.launch.local import run_here
+
+    run_here(config)
+
+
+def _part(name: str) -> None:
+    """What every started part does first."""
+    from skerry.launch.processes import die_with_parent
+
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s")
+
+
+def _syncer(options: argparse.Namespace) -> None:
+    _part("syncer")
+    import asyncio
+    import signal
+
+    from skerry.syncer.server import run_syncer
+    from skerry.syncer.store import RunStore
+
+    store = RunStore(options.run)
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        host = options.address.rpartition(":")[0]
+        ended = await run_syncer(
+            store,
+            options.address,
+            _tls(options),
+            on_listening=lambda port: print(f"serving {options.run} on {host}:{port}", flush=True),
+            stop=stop,
+        )
+        print(
+            "the run has ended" if ended else "stopped; the run goes on when a syncer is started on this folder again"
+        )
+
+    asyncio.run(serve())
+
+
+def _create(options: argparse.Namespace) -> None:
+    import dataclasses
+
+    from skerry.config import load
+    from skerry.launch.local import create_job
+
+    create_job(dataclasses.replace(load(options.config), run=str(options.run)).resolved(), options.run)
+    print(f"made {options.run}; serve it with: skerry syncer {options.run}")
+
+
+def _learner(options: argparse.Namespace) -> None:
+    _part(options.name or "learner")
+    import dataclasses
+    import os
+    import socket
+
+    from skerry.train.island import run_island
+    from skerry.wire.client import describe_job
+
+    tls = _tls(options)
+    config = describe_job(options.address, tls)
+    islands = config.islands
+    if options.device:
+        islands = dataclasses.replace(islands, device=options.device)
+    if options.threads:
+        islands = dataclasses.replace(islands, threads=options.threads)
+    config = dataclasses.replace(config, islands=islands)
+    run_island(options.address, options.name or f"{socket.gethostname()}-{os.getpid()}", config, tls)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from skerry.syncer.store import read_model
+    from skerry.train.validate import save_model
+
+    save_model(options.file, read_model(options.run))
+    print(f"wrote {options.file}")
+
+
+def _plot(options: argparse.Namespace) -> None:
+    from skerry.observe import plot_run
+
+    target = options.file or options.run / "loss.png"
+    if not plot_run(options.run / "metrics.jsonl", target):
+        raise ConfigError(
+            f"no plot: {options.run} has no metrics yet, or matplotlib is missing (pip install skerry[plot])"
+        )
+    print(f"wrote {target}")
+
+
+def _validator(options: argparse.Namespace) -> None:
+    _part("validator")
+    from skerry.train.validate import watch_run
+
+    watch_run(options.run, options.started)
+
+
+def _worker(options: argparse.Namespace) -> None:
+    _part(f"worker-{options.rank}")
+    from skerry.config import Config, from_json
+    from skerry.train.data_parallel import run_worker
+
+    run_worker(options.run, from_json(Config, (options.run / "config.json").read_text()), options.rank, options.port)

@@ -1,0 +1,57 @@
+"""One island of a job: the training loop a user would write, with `skerry.join` in it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from types import FrameType
+
+from skerry.config import Config
+from skerry.learner.learner import Learner, join
+from skerry.train.job import build_job, lr_factor
+from skerry.wire.connection import TLS
+
+log = logging.getLogger("skerry.island")
+
+REPORT_EVERY_S = 0.5
+COLD_STEPS = 20
+"""An optimizer that starts without its moments in the middle of a run takes its first steps with a smaller learning rate."""
+
+
+def run_island(address: str, name: str, config: Config, tls: TLS | None = None) -> None:
+    job = build_job(config)
+    learner = join(address, job.model, job.optimizers, name=name, tokens_per_step=job.step_tokens, tls=tls)
+    log.info("%s joined in slot %d at step %d, on %s", name, learner.slot, learner.step, job.device)
+    asked_to_stop = False
+
+    def on_terminate(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_to_stop
+        asked_to_stop = True
+
+    signal.signal(signal.SIGTERM, on_terminate)
+    cold = learner.step > 0
+    own_step = 0
+    report_at = 0.0
+    while not learner.finished and not asked_to_stop:
+        warm_up = min(1.0, (own_step + 1) / COLD_STEPS) if cold else 1.0
+        job.set_lr(lr_factor(learner.progress, config.train) * warm_up)
+        loss = job.backward(*job.batch(learner.step, learner.slot))
+        if time.monotonic() >= report_at:
+            # Reading the loss waits for the device, so it is not done at every step.
+            learner.report(float(loss))
+            report_at = time.monotonic() + REPORT_EVERY_S
+        job.apply()
+        own_step += 1
+    _leave(learner, asked_to_stop)
+
+
+def _leave(learner: Learner, asked_to_stop: bool) -> None:
+    if learner.failure is not None:
+        raise learner.failure
+    if asked_to_stop:
+        # Whoever stops this process is about to stop the rest of the run or needs the machine: do not linger.
+        learner.leave(timeout_s=5.0)
+    else:
+        learner.leave()
+    log.info("%s left at step %d", learner.name, learner.step)

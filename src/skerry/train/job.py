@@ -1,0 +1,160 @@
+"""What a training job is made of, built from its configuration: data, model, optimizers, schedule. The same for every algorithm."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from skerry.config import Config, TrainConfig
+from skerry.data.corpus import Corpus, load_corpus
+from skerry.data.windows import Windows
+from skerry.errors import ConfigError
+from skerry.models.gpt import GPT, build_gpt
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"islands.device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"islands.device is {name!r}, but torch sees no GPU here")
+    return device
+
+
+def island_threads(config: Config) -> int:
+    return config.islands.threads or max(1, cores() // config.islands.count)
+
+
+def lr_factor(progress: float, train: TrainConfig) -> float:
+    """Linear warm-up, then cosine decay, as a share of the peak. `progress` is the share of the run's budget spent."""
+    if progress < train.warmup:
+        return max(progress / train.warmup, 0.02)
+    share = (progress - train.warmup) / (1 - train.warmup)
+    return train.final_lr + (1 - train.final_lr) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+
+
+@dataclass
+class Job:
+    """Everything one worker needs to take inner steps."""
+
+    config: Config
+    corpus: Corpus
+    windows: Windows
+    model: GPT
+    device: torch.device
+    forward: nn.Module
+    optimizers: list[Optimizer]
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one inner step of one worker."""
+        return self.config.train.batch * self.config.model.context
+
+    def set_lr(self, factor: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * factor
+
+    def batch(self, step: int, worker: int) -> tuple[Tensor, Tensor]:
+        """The samples of worker `worker` at run step `step`: its part of one global batch in the seeded order."""
+        workers = max(self.config.islands.count, worker + 1)
+        start = (step * workers + worker) * self.config.train.batch
+        inputs, targets = self.windows.batch(start, self.config.train.batch)
+        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.config.train.precision == "bf16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Gradients of one inner step, over micro-batches. Returns the mean loss, still on the device."""
+        parts = self.config.train.accumulate
+        total = torch.zeros((), device=self.device)
+        for some_inputs, some_targets in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+            with self.autocast():
+                loss: Tensor = self.forward(some_inputs, some_targets)
+            (loss / parts).backward()
+            total += loss.detach() / parts
+        return total
+
+    def clip(self) -> None:
+        if self.config.train.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
+
+    def apply(self) -> None:
+        self.clip()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def build_job(config: Config) -> Job:
+    device = pick_device(config.islands.device)
+    torch.set_num_threads(island_threads(config))
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    corpus = load_corpus(config.data, config.model.context)
+    model = build_gpt(config.model, corpus.vocab, config.train.seed).to(device)
+    forward: nn.Module = torch.compile(model) if config.train.compile else model  # type: ignore[assignment]
+    windows = Windows(corpus.train, config.model.context, config.train.seed)
+    return Job(config, corpus, windows, model, device, forward, build_optimizers(model, config.train))
+
+
+def build_optimizers(model: nn.Module, train: TrainConfig) -> list[Optimizer]:
+    """AdamW for everything, or Muon for the matrices inside the blocks and AdamW for the rest."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.ndim == 2 and id(p) not in embeddings]
+    others = [p for p in parameters if p.ndim < 2 or id(p) in embeddings]
+    betas = (0.9, train.beta2)
+    optimizers: list[Optimizer]
+    if train.optimizer == "muon":
+        # Scaled so that its steps have AdamW's size, one learning rate serves both.
+        optimizers = [
+            torch.optim.Muon(matrices, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=train.lr, betas=betas, weight_decay=0.0),
+        ]
+    else:
+        groups = [
+            {"params": matrices, "weight_decay": train.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        fused = all(p.is_cuda for p in parameters) or all(p.device.type == "cpu" for p in parameters)
+        optimizers = [torch.optim.AdamW(groups, lr=train.lr, betas=betas, fused=fused)]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Put named tensors (as `skerry export` writes them) into a model; every parameter must be there."""
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in model.named_parameters()
+    }
+    missing = [name for name in missing if name not in tied]
+    if missing or unexpected:
+        raise ConfigError(f"the weights do not fit the model: missing {_few(missing)}, unexpected {_few(unexpected)}")
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"

@@ -1,0 +1,134 @@
+"""Validation of the global model, in a process of its own: it reads the run folder and never touches an island."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from skerry.config import Config, from_json
+from skerry.data.corpus import Corpus, load_corpus
+from skerry.data.windows import validation_batches
+from skerry.metrics import MetricsWriter
+from skerry.models.gpt import GPT, build_gpt, generate
+from skerry.syncer.store import read_identity, read_model, read_standing
+from skerry.train.job import load_weights, pick_device
+
+log = logging.getLogger("skerry.validate")
+
+KEPT_CHECKPOINTS = 2
+PROMPT = "def "
+
+
+@dataclass(frozen=True)
+class Validation:
+    loss: float
+    standard_error: float
+    tokens: int
+
+
+def validate(model: nn.Module, corpus: Corpus, context: int, max_tokens: int, device: torch.device) -> Validation:
+    """Mean cross-entropy over fixed held-out windows, with the standard error of that mean over windows."""
+    losses: list[float] = []
+    model.eval()
+    with torch.no_grad():
+        for inputs, targets in validation_batches(corpus.held_out, context, max_tokens, batch=16):
+            inputs, targets = inputs.to(device), targets.to(device)
+            logits = model(inputs)
+            each = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+            losses += each.view(targets.shape).mean(1).tolist()
+    model.train()
+    count = len(losses)
+    mean = sum(losses) / count
+    variance = sum((loss - mean) ** 2 for loss in losses) / max(count - 1, 1)
+    return Validation(mean, math.sqrt(variance / count), count * context)
+
+
+def write_sample(model: GPT, corpus: Corpus, config: Config) -> str:
+    if not config.eval.sample_tokens:
+        return ""
+    tokens = generate(model, corpus.tokenizer.encode(PROMPT), config.eval.sample_tokens, 0.7, config.train.seed)
+    return PROMPT + corpus.tokenizer.decode(tokens)
+
+
+def finish(
+    folder: Path, config: Config, model: GPT, corpus: Corpus, device: torch.device, **facts: float
+) -> Validation:
+    """The end of every job: last validation, exported weights, a sample, and the result on disk."""
+    result = validate(model, corpus, config.model.context, config.eval.final_tokens, device)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}
+    save_model(folder / "model.safetensors", weights)
+    sample = write_sample(model, corpus, config)
+    found = {"validation_loss": result.loss, "standard_error": result.standard_error, **facts}
+    (folder / "result.json").write_text(json.dumps({"algorithm": config.algorithm, **found}, indent=1) + "\n")
+    with MetricsWriter(folder / "metrics.jsonl") as metrics:
+        metrics.write("validation", loss=result.loss, tokens=facts.get("tokens"), step=facts.get("step"))
+        metrics.write("result", sample=sample, **found)
+    return result
+
+
+def save_model(path: Path, tensors: dict[str, Tensor]) -> None:
+    beside = path.with_name(f".{path.name}.partial")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
+    beside.replace(path)
+
+
+class GlobalModel:
+    """The run's newest global model, read from its folder into a model of this process."""
+
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        self.folder = folder
+        self.config: Config = from_json(Config, read_identity(folder).job_json)
+        self.device = pick_device(device)
+        self.corpus = load_corpus(self.config.data, self.config.model.context)
+        self.model = build_gpt(self.config.model, self.corpus.vocab, self.config.train.seed).to(self.device)
+
+    def refresh(self) -> dict[str, Tensor]:
+        tensors = read_model(self.folder)
+        load_weights(self.model, tensors)
+        return tensors
+
+
+def watch_run(folder: Path, started_at: float, poll_s: float = 0.5) -> None:
+    """Validate the global model every `eval.every_tokens` until the run has ended, then once more, thoroughly."""
+    os.nice(10)
+    torch.set_num_threads(1)
+    current = GlobalModel(folder)
+    every = current.config.eval.every_tokens
+    metrics = MetricsWriter(folder / "metrics.jsonl")
+    standing = read_standing(folder)
+    following = (standing.tokens // every + 1) * every
+    while standing.phase != "ended":
+        if standing.tokens >= following:
+            following = (standing.tokens // every + 1) * every
+            tensors = current.refresh()
+            found = validate(
+                current.model, current.corpus, current.config.model.context, current.config.eval.tokens, current.device
+            )
+            metrics.write("validation", loss=found.loss, tokens=standing.tokens, step=standing.step)
+            _checkpoint(folder / "checkpoints", standing.step, tensors)
+        time.sleep(poll_s)
+        standing = read_standing(folder)
+    metrics.close()
+    trained_s = time.time() - started_at
+    current.refresh()
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    finish(
+        folder, current.config, current.model, current.corpus, current.device,
+        tokens=standing.tokens, step=standing.step, seconds=trained_s,
+    )  # fmt: skip
+
+
+def _checkpoint(folder: Path, step: int, tensors: dict[str, Tensor]) -> None:
+    folder.mkdir(exist_ok=True)
+    save_model(folder / f"step-{step:08d}.safetensors", tensors)
+    for old in sorted(folder.glob("step-*.safetensors"))[:-KEPT_CHECKPOINTS]:
+        old.unlink()

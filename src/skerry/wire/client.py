@@ -1,0 +1,43 @@
+"""One-off questions to a syncer, for callers without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+
+from skerry.config import Config, from_json
+from skerry.errors import JoinRefused, WireError
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.connection import PROTOCOL, TLS, open_channel
+from skerry.wire.service import SyncerStub
+
+
+def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunDescription:
+    """What the syncer at this address serves; keeps trying while it cannot be reached."""
+    deadline = time.monotonic() + timeout_s
+
+    async def ask() -> pb.RunDescription:
+        while True:
+            async with open_channel(address, tls) as channel:
+                try:
+                    return await SyncerStub(channel).describe(pb.DescribeRequest(protocol=PROTOCOL), timeout=10.0)
+                except grpc.aio.AioRpcError as error:
+                    if time.monotonic() >= deadline:
+                        raise WireError(
+                            f"no syncer answered at {address} within {timeout_s:.0f} s: {error.details()}"
+                        ) from None
+            await asyncio.sleep(0.3)
+
+    return asyncio.run(ask())
+
+
+def describe_job(address: str, tls: TLS | None, timeout_s: float = 120.0) -> Config:
+    description = describe(address, tls, timeout_s)
+    if not description.job_json:
+        raise JoinRefused(
+            f"the run at {address} has no training job of its own; its islands use skerry.join in their own loop"
+        )
+    config: Config = from_json(Config, description.job_json)
+    return config

@@ -1,0 +1,90 @@
+"""Fixtures for tests with a real syncer: real sockets and files, in this process, so that a failing test says where."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from skerry.syncer.server import run_syncer
+from skerry.syncer.store import RunStore
+from skerry.wire.connection import TLS
+
+
+class SyncerThread:
+    """A syncer with its event loop in a thread, on a run folder that exists."""
+
+    def __init__(self, folder: Path, port: int = 0, tls: TLS | None = None) -> None:
+        self.folder = folder
+        self.port = port
+        self.ended: bool | None = None
+        self.error: BaseException | None = None
+        self._tls = tls
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> SyncerThread:
+        self._thread.start()
+        assert self._listening.wait(30), "the syncer did not start"
+        if self.error:
+            raise self.error
+        return self
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+
+        def listening(port: int) -> None:
+            self.port = port
+            self._listening.set()
+
+        async def serve() -> bool:
+            store = RunStore(self.folder)
+            return await run_syncer(store, self.address, self._tls, on_listening=listening, stop=self._stop)
+
+        try:
+            self.ended = self._loop.run_until_complete(serve())
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._listening.set()
+            self._loop.close()
+
+    def wait(self) -> bool:
+        """Until the run has ended."""
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the run did not end"
+        if self.error:
+            raise self.error
+        return bool(self.ended)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(30)
+        assert not self._thread.is_alive(), "the syncer did not stop"
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def start_syncer() -> Iterator[Callable[..., SyncerThread]]:
+    started: list[SyncerThread] = []
+
+    def start(folder: Path, port: int = 0, tls: TLS | None = None) -> SyncerThread:
+        syncer = SyncerThread(folder, port, tls)
+        started.append(syncer)
+        return syncer.start()
+
+    yield start
+    for syncer in started:
+        if syncer.error is None:
+            syncer.stop()
