@@ -64,9 +64,7 @@ def assert_same(actual: dict[str, Tensor], expected: nn.Module, tolerance: float
 
 
 @pytest.mark.parametrize("fragments, every", [(1, 1), (3, 3), (2, 5)])
-def test_one_learner_without_overlap_equals_plain_training(
-    tmp_path: Path, start_syncer, fragments: int, every: int
-) -> None:
+def test_one_learner_without_overlap_equals_plain_training(tmp_path: Path, start_syncer, fragments: int, every: int) -> None:
     sync = SyncConfig(
         fragments=fragments, every=every, overlap=0, wait=True, quorum=0, outer_lr=1.0, outer_momentum=0.0, send="fp32"
     )

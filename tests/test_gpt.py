@@ -47,9 +47,7 @@ def plain_forward(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
         for layer in range(shape.layers):
             at = f"blocks.{layer}."
-            q, k, v = (norm(x, weights[at + "attention_norm.weight"]) @ weights[at + "attention.qkv.weight"].T).chunk(
-                3, dim=-1
-            )
+            q, k, v = (norm(x, weights[at + "attention_norm.weight"]) @ weights[at + "attention.qkv.weight"].T).chunk(3, dim=-1)
             heads = []
             for h in range(shape.heads):
                 part = slice(h * shape.head_width, (h + 1) * shape.head_width)

@@ -57,9 +57,7 @@ def status_of(*records: Record, name: str = "runs/demo") -> RunStatus:
 
 def busy(islands: int, events: int = 8) -> RunStatus:
     """A run in full swing, with names, details and numbers as long as they come."""
-    status = status_of(
-        run(0.0, 0), run(1.0, 1_100_000, live=islands, expected=islands), name="runs/a-long-name-of-a-run"
-    )
+    status = status_of(run(0.0, 0), run(1.0, 1_100_000, live=islands, expected=islands), name="runs/a-long-name-of-a-run")
     for index in range(islands):
         state = ("training", "away", "waiting", "left")[index % 4]
         status.apply(island(1.0, index, state=state, step=1_234_567, sent_bytes=987_654_321_000))

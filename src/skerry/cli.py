@@ -53,9 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _tls_options(syncer)
     syncer.set_defaults(act=_syncer)
 
-    create = commands.add_parser(
-        "create", help="make a run folder from a configuration, for syncer and learner by hand"
-    )
+    create = commands.add_parser("create", help="make a run folder from a configuration, for syncer and learner by hand")
     create.add_argument("config", type=Path, help="a configuration file")
     create.add_argument("run", type=Path, help="the run folder to make")
     create.set_defaults(act=_create)
@@ -92,9 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tls_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "TLS (default: SKERRY_TLS_CA, SKERRY_TLS_CERT, SKERRY_TLS_KEY; needed off loopback)"
-    )
+    group = parser.add_argument_group("TLS (default: SKERRY_TLS_CA, SKERRY_TLS_CERT, SKERRY_TLS_KEY; needed off loopback)")
     group.add_argument("--ca", default="", help="certificate authority of the other side")
     group.add_argument("--cert", default="", help="own certificate")
     group.add_argument("--key", default="", help="own private key")
@@ -159,9 +155,7 @@ def _syncer(options: argparse.Namespace) -> None:
             on_listening=lambda port: print(f"serving {options.run} on {host}:{port}", flush=True),
             stop=stop,
         )
-        print(
-            "the run has ended" if ended else "stopped; the run goes on when a syncer is started on this folder again"
-        )
+        print("the run has ended" if ended else "stopped; the run goes on when a syncer is started on this folder again")
 
     asyncio.run(serve())
 
@@ -209,9 +203,7 @@ def _plot(options: argparse.Namespace) -> None:
 
     target = options.file or options.run / "loss.png"
     if not plot_run(options.run / "metrics.jsonl", target):
-        raise ConfigError(
-            f"no plot: {options.run} has no metrics yet, or matplotlib is missing (pip install skerry[plot])"
-        )
+        raise ConfigError(f"no plot: {options.run} has no metrics yet, or matplotlib is missing (pip install skerry[plot])")
     print(f"wrote {target}")
 
 

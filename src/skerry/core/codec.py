@@ -25,8 +25,14 @@ class Codec:
     decode: Callable[[memoryview, int], Tensor]
 
 
+def raw_bytes(vector: Tensor) -> memoryview:
+    """A contiguous vector's memory, not copied."""
+    view: memoryview = vector.view(torch.uint8).numpy().data
+    return view.cast("B")
+
+
 def _raw(vector: Tensor) -> memoryview:
-    return memoryview(vector.contiguous().view(torch.uint8).numpy()).cast("B")
+    return raw_bytes(vector.contiguous())
 
 
 def _from_raw(data: memoryview, numel: int, dtype: torch.dtype) -> Tensor:
@@ -59,5 +65,5 @@ def codec(name: str) -> Codec:
     return found
 
 
-def checksum(data: memoryview | bytes | bytearray) -> int:
-    return zlib.crc32(data)
+def checksum(data: memoryview | bytes | bytearray, before: int = 0) -> int:
+    return zlib.crc32(data, before)

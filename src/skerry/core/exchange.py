@@ -5,7 +5,8 @@ It knows counters and versions, not tensors. Its caller owns threads, sockets an
 Rules:
  1. Progress counts from the version last adopted. Steps and tokens of a fragment start again at every adoption, except
     that "carry" keeps what was done after the snapshot.
- 2. An answer needs a base the syncer still takes (min_base) and at least one step of progress. Until then the question stays open.
+ 2. An answer needs a base the syncer still takes (min_base) and at least one step of progress; until then the question
+    stays open.
  3. Only the newest version of a fragment is fetched; one that is overtaken is dropped.
  4. Outside lock-step nothing ever waits. In lock-step a fragment due at step t is snapshot at t, adopted at t + τ and
     not before, and step t + τ + 1 does not start without it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -129,7 +130,7 @@ def _cut(moving: list[tuple[int, TensorSpec]], limit: float) -> list[Piece]:
         rows = tensor.numel // tensor.row
         parts = min(rows, math.ceil(tensor.numel / limit))
         edges = [part * rows // parts * tensor.row for part in range(parts + 1)]
-        pieces += [Piece(index, start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+        pieces += [Piece(index, start, stop) for start, stop in itertools.pairwise(edges)]
     return pieces
 
 
@@ -155,9 +156,7 @@ def check_same_model(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -
             raise JoinRefused(f"model mismatch: the run has tensor {name!r} {list(tensor.shape)}, this learner has not")
         theirs_here = other[name]
         if tensor.shape != theirs_here.shape:
-            raise JoinRefused(
-                f"model mismatch: {name!r} is {list(tensor.shape)} in the run and {list(theirs_here.shape)} here"
-            )
+            raise JoinRefused(f"model mismatch: {name!r} is {list(tensor.shape)} in the run and {list(theirs_here.shape)} here")
         if tensor.rule != theirs_here.rule:
             raise JoinRefused(f"model mismatch: {name!r} is {tensor.rule!r} in the run and {theirs_here.rule!r} here")
         if _family(tensor.dtype) != _family(theirs_here.dtype):
@@ -167,9 +166,7 @@ def check_same_model(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -
             raise JoinRefused(f"model mismatch: this learner has tensor {name!r} {list(tensor.shape)}, the run has not")
     if list(mine) != list(other):
         place = next(i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)
-        raise JoinRefused(
-            f"model mismatch: tensor {place} is {list(mine)[place]!r} in the run and {list(other)[place]!r} here"
-        )
+        raise JoinRefused(f"model mismatch: tensor {place} is {list(mine)[place]!r} in the run and {list(other)[place]!r} here")
 
 
 def _family(dtype: str) -> str:

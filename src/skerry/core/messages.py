@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 # ---------------------------------------------------------------- events
 
@@ -99,19 +99,19 @@ class Tick:
     """Time has passed."""
 
 
-Event = Union[
-    Joined,
-    Ready,
-    Reported,
-    Contributed,
-    NothingToGive,
-    Leaving,
-    Disconnected,
-    Stored,
-    StoreFailed,
-    CloseRequested,
-    Tick,
-]
+Event = (
+    Joined
+    | Ready
+    | Reported
+    | Contributed
+    | NothingToGive
+    | Leaving
+    | Disconnected
+    | Stored
+    | StoreFailed
+    | CloseRequested
+    | Tick
+)
 
 # ---------------------------------------------------------------- actions
 
@@ -216,4 +216,4 @@ class Ended:
     """The run is over; every fragment is final."""
 
 
-Action = Union[Welcome, Begin, Ask, Merge, Announce, StopTraining, Goodbye, Record, WakeAt, Ended]
+Action = Welcome | Begin | Ask | Merge | Announce | StopTraining | Goodbye | Record | WakeAt | Ended

@@ -79,7 +79,6 @@ class Standing:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Standing:
         sessions = {
-            name: (str(s), int(slot), int(step), int(tokens))
-            for name, (s, slot, step, tokens) in data["sessions"].items()
+            name: (str(s), int(slot), int(step), int(tokens)) for name, (s, slot, step, tokens) in data["sessions"].items()
         }
         return Standing(int(data["step"]), int(data["banked_tokens"]), data["phase"], sessions)

@@ -1,7 +1,8 @@
 """The syncer's decisions as a state machine: (state, event, now) → actions. No tensors, sockets, threads, files or clock.
 
 Rules:
- 1. The run's step is the K-th largest step among learners that train. Reaching step t opens a round for every fragment due at t.
+ 1. The run's step is the K-th largest step among learners that train. Reaching step t opens a round for every fragment
+    due at t.
  2. A round asks every learner that trains. It merges when all asked have answered, or K have and the grace window is over.
  3. One round a fragment at a time. A fragment due again while its round is open stays in that round; those who have not
     answered are asked again.
@@ -166,9 +167,7 @@ class SyncerCore:
             self._drop_unanswered(event.name)
         versions = tuple(fragment.version for fragment in self.fragments)
         # Progress made since versions of this run is welcome, whether or not this syncer process remembers the learner.
-        resumed = len(event.held) == len(versions) and all(
-            0 <= h <= v for h, v in zip(event.held, versions, strict=True)
-        )
+        resumed = len(event.held) == len(versions) and all(0 <= h <= v for h, v in zip(event.held, versions, strict=True))
         if known is not None and known.session == event.session:
             learner = known
         else:
@@ -196,11 +195,7 @@ class SyncerCore:
                 actions.append(StopTraining(event.name))
             for index, fragment in enumerate(self.fragments):
                 gathering = fragment.round
-                if (
-                    gathering
-                    and gathering.merging_since is None
-                    and event.name in gathering.asked - set(gathering.arrived)
-                ):
+                if gathering and gathering.merging_since is None and event.name in gathering.asked - set(gathering.arrived):
                     actions.append(self._ask(event.name, index, gathering.step))
 
     def _ready(self, event: Ready) -> None:
@@ -271,9 +266,7 @@ class SyncerCore:
         self.merges += 1
         self.grace.sync_time.add(now - gathering.merging_since)
         present = tuple(sorted(gathering.arrived))
-        names = tuple(
-            learner.name for learner in self.learners.values() if learner.phase in ("training", "leaving", "waiting")
-        )
+        names = tuple(learner.name for learner in self.learners.values() if learner.phase in ("training", "leaving", "waiting"))
         actions.append(Announce(names, event.fragment, event.version, gathering.step, present))
 
     def _store_failed(self, event: StoreFailed, now: float, actions: list[Action]) -> None:
@@ -282,9 +275,7 @@ class SyncerCore:
         assert gathering is not None and gathering.merging_since is not None, "a merge failed that was not ordered"
         gathering.merging_since = None
         gathering.not_before = now + RETRY_STORE_S
-        actions.append(
-            Record("merge_failed", {"fragment": event.fragment, "step": gathering.step, "reason": event.reason})
-        )
+        actions.append(Record("merge_failed", {"fragment": event.fragment, "step": gathering.step, "reason": event.reason}))
 
     def _close(self, why: str, actions: list[Action]) -> None:
         if self.phase in ("closing", "ended"):
@@ -362,9 +353,7 @@ class SyncerCore:
 
     def _counts(self, learner: LearnerState) -> bool:
         """Is it worth asking? In lock-step a learner that is only briefly away still is."""
-        return learner.phase in ("training", "leaving") or (
-            self.sync.wait and learner.phase == "away" and learner.began
-        )
+        return learner.phase in ("training", "leaving") or (self.sync.wait and learner.phase == "away" and learner.began)
 
     def _close_when_spent(self, actions: list[Action]) -> None:
         if self.phase == "running" and self.sync.budget_tokens and self.tokens >= self.sync.budget_tokens:
@@ -390,9 +379,7 @@ class SyncerCore:
             if not missing or (gathering.deadline is not None and now >= gathering.deadline):
                 self._order_merge(index, fragment, gathering, now, actions)
 
-    def _order_merge(
-        self, index: int, fragment: FragmentProgress, gathering: Round, now: float, actions: list[Action]
-    ) -> None:
+    def _order_merge(self, index: int, fragment: FragmentProgress, gathering: Round, now: float, actions: list[Action]) -> None:
         gathering.merging_since = now
         shares = []
         for name in sorted(gathering.arrived):
@@ -459,7 +446,5 @@ class SyncerCore:
     def _next_wake(self, now: float) -> float | None:
         open_rounds = [f.round for f in self.fragments if f.round and f.round.merging_since is None]
         times = [max(r.deadline, r.not_before) for r in open_rounds if r.deadline is not None]
-        times += [
-            learner.heard_at + self.sync.silence_s for learner in self.learners.values() if learner.phase != "gone"
-        ]
+        times += [learner.heard_at + self.sync.silence_s for learner in self.learners.values() if learner.phase != "gone"]
         return max(min(times), now) if times else None

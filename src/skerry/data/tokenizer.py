@@ -73,9 +73,7 @@ class HFTokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise ConfigError(
-                f"data.tokenizer {path!r} needs the tokenizers package: pip install skerry[text]"
-            ) from None
+            raise ConfigError(f"data.tokenizer {path!r} needs the tokenizers package: pip install skerry[text]") from None
         if not Path(path).is_file():
             raise ConfigError(f"data.tokenizer must be 'bytes' or the path of a tokenizer.json, got {path!r}")
         try:

@@ -30,31 +30,41 @@ def run_here(config: Config) -> Path:
     _say_what_starts(config, folder, resumed)
     if config.algorithm == "dp":
         (folder / "config.json").write_text(to_json(config) + "\n")
-        port = free_port()
-        supervisor.workers = [
-            Worker(Child(f"island-{rank}", skerry_command("worker", str(folder), str(rank), str(port)),
-                         folder / "logs" / f"island-{rank}.log", _threads_for_island(config)), restarts=0)
-            for rank in range(config.islands.count)
-        ]  # fmt: skip
+        supervisor.workers = _data_parallel_workers(config, folder)
     else:
         if not resumed:
             create_job(config, folder)
-        address = f"127.0.0.1:{free_port()}"
-        restarts = config.islands.restarts
-        one_thread = {"OMP_NUM_THREADS": "1"}
-        log = folder / "logs"
-        supervisor.workers = [
-            Worker(Child("syncer", skerry_command("syncer", str(folder), "--address", address), log / "syncer.log", one_thread), restarts),
-            *(
-                Worker(Child(f"island-{index}", skerry_command("learner", address, "--name", f"island-{index}"),
-                             log / f"island-{index}.log", _threads_for_island(config)), restarts)
-                for index in range(config.islands.count)
-            ),
-            Worker(Child("validator", skerry_command("validator", str(folder), "--started", str(time.time())),
-                         log / "validator.log", one_thread), restarts),
-        ]  # fmt: skip
+        supervisor.workers = _parts(config, folder)
     supervisor.run()
     return folder
+
+
+def _parts(config: Config, folder: Path) -> list[Worker]:
+    """A syncer, its islands and a validator."""
+    address = f"127.0.0.1:{free_port()}"
+    one_thread = {"OMP_NUM_THREADS": "1"}
+
+    def part(name: str, environment: dict[str, str], *arguments: str) -> Worker:
+        child = Child(name, skerry_command(*arguments), folder / "logs" / f"{name}.log", environment)
+        return Worker(child, config.islands.restarts)
+
+    names = [f"island-{index}" for index in range(config.islands.count)]
+    return [
+        part("syncer", one_thread, "syncer", str(folder), "--address", address),
+        *(part(name, _threads_for_island(config), "learner", address, "--name", name) for name in names),
+        part("validator", one_thread, "validator", str(folder), "--started", str(time.time())),
+    ]
+
+
+def _data_parallel_workers(config: Config, folder: Path) -> list[Worker]:
+    """Data-parallel workers live and die together, so none is started again."""
+    port = free_port()
+    workers = []
+    for rank in range(config.islands.count):
+        command = skerry_command("worker", str(folder), str(rank), str(port))
+        log = folder / "logs" / f"island-{rank}.log"
+        workers.append(Worker(Child(f"island-{rank}", command, log, _threads_for_island(config)), restarts=0))
+    return workers
 
 
 def create_job(config: Config, folder: Path) -> None:
@@ -220,6 +230,4 @@ class Supervisor:
         # Islands leave first, while there is still a syncer to take leave of.
         for worker in sorted(self.workers, key=lambda w: w.child.name == "syncer"):
             worker.child.stop()
-        assert all(
-            worker.child.poll() is not None or worker.start_again_at or not worker.started_at for worker in self.workers
-        )
+        assert all(worker.child.poll() is not None or worker.start_again_at or not worker.started_at for worker in self.workers)

@@ -190,9 +190,7 @@ class Link:
 
     def _prepare_for(self, description: pb.RunDescription) -> None:
         if description.protocol != PROTOCOL:
-            raise JoinRefused(
-                f"protocol mismatch: the syncer speaks version {description.protocol}, Skerry here {PROTOCOL}"
-            )
+            raise JoinRefused(f"protocol mismatch: the syncer speaks version {description.protocol}, Skerry here {PROTOCOL}")
         if self.exchange is not None:
             if description.run_id != self._run_id:
                 raise JoinRefused(f"the syncer at {self.address} now serves another run ({description.run_id})")
@@ -441,9 +439,7 @@ class Link:
             return
         expected = codecs.codec(header.codec).size_bytes(layout.fragments[part].numel)
         if header.size_bytes != expected:
-            raise WireError(
-                f"fragment {part} should be {expected} bytes in {header.codec}, {header.size_bytes} declared"
-            )
+            raise WireError(f"fragment {part} should be {expected} bytes in {header.codec}, {header.size_bytes} declared")
 
     async def _fetch(self, version: Version) -> None:
         exchange, replica = self.exchange, self.replica

@@ -42,7 +42,7 @@ class Replica:
         devices = {self._tensors[p.tensor].device for f in layout.fragments for p in f.pieces}
         self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
         self._cuda = self.device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None
+        self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._written: Any = None
         self._being_read: list[Any] = []
 
@@ -59,8 +59,7 @@ class Replica:
     def after_write(self) -> None:
         """Call after parameters were written, holding the gate."""
         if self._cuda:
-            self._written = torch.cuda.Event()
-            self._written.record(torch.cuda.current_stream(self.device))
+            self._written = _recorded(torch.cuda.current_stream(self.device))
 
     def adopt(self, index: int, prepared: Prepared) -> None:
         """Put a version into the model, holding the gate."""
@@ -74,7 +73,7 @@ class Replica:
         self._snapshots[index] = None
 
     def _write(self, fragment: Fragment, flat: Tensor) -> None:
-        for piece, change in zip(fragment.pieces, flat.split([p.numel for p in fragment.pieces]), strict=True):
+        for piece, change in zip(fragment.pieces, torch.split(flat, [p.numel for p in fragment.pieces]), strict=True):
             tensor = self._tensors[piece.tensor]
             whole = tensor.contiguous().view(-1)
             target = whole[piece.start : piece.stop]
@@ -113,8 +112,7 @@ class Replica:
             if self._written is not None:
                 self._stream.wait_event(self._written)
             values.copy_(torch.cat(self._read(fragment)), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
+            event = _recorded(self._stream)
         self._being_read.append(event)
         self._keep(index, values)
 
@@ -147,6 +145,11 @@ class Replica:
         if self._cuda:
             with torch.cuda.stream(self._stream):
                 change = change.pin_memory().to(self.device, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(self._stream)
+                event = _recorded(self._stream)
         return Prepared(base, change, event)
+
+
+def _recorded(stream: Any) -> Any:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

@@ -268,9 +268,7 @@ class SyncerServer:
         if not hello.name or not hello.session or len(hello.name) > 200:
             raise JoinRefused("a learner needs a name of at most 200 characters and a session")
         if hello.run_id and hello.run_id != self.store.identity.run_id:
-            raise JoinRefused(
-                f"this syncer serves run {self.store.identity.run_id}, the learner belongs to {hello.run_id}"
-            )
+            raise JoinRefused(f"this syncer serves run {self.store.identity.run_id}, the learner belongs to {hello.run_id}")
         specs = [TensorSpec(t.name, tuple(t.shape), t.dtype, t.rule) for t in hello.tensors]  # type: ignore[arg-type]
         check_same_model(self.layout.tensors, specs)
         return hello
@@ -340,9 +338,7 @@ class SyncerServer:
             raise WireError(f"this run's contributions are {self.sync.send}, got {header.codec!r}")
         size = codecs.codec(self.sync.send).size_bytes(self.layout.fragments[header.fragment].numel)
         if header.size_bytes != size:
-            raise WireError(
-                f"fragment {header.fragment} is {size} bytes in {self.sync.send}, {header.size_bytes} declared"
-            )
+            raise WireError(f"fragment {header.fragment} is {size} bytes in {self.sync.send}, {header.size_bytes} declared")
         return offer
 
     def _decode(self, assembly: Assembly, numel: int) -> Tensor:
@@ -468,8 +464,9 @@ async def run_syncer(
     pulse = asyncio.create_task(syncer.pulse())
     ended = asyncio.create_task(syncer.ended.wait())
     stopped = asyncio.create_task((stop or asyncio.Event()).wait())
+    waits: set[asyncio.Future[Any]] = {pulse, ended, stopped, syncer.failed}
     try:
-        done, _ = await asyncio.wait({pulse, ended, stopped, syncer.failed}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for broken in done & {pulse, syncer.failed}:
             broken.result()
         if syncer.ended.is_set():

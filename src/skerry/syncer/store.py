@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from skerry.config import SyncConfig, from_json, to_json
-from skerry.core.codec import checksum
+from skerry.core.codec import checksum, raw_bytes
 from skerry.core.fragment import Fragment, Layout, TensorSpec, split
 from skerry.core.merge import FragmentState
 from skerry.core.messages import Merge
@@ -74,9 +74,7 @@ def gather(layout: Layout, fragment: Fragment, tensors: Mapping[str, Tensor]) ->
     return torch.cat(pieces) if pieces else torch.empty(0)
 
 
-def create_run(
-    folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync: SyncConfig, job_json: str = ""
-) -> RunIdentity:
+def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync: SyncConfig, job_json: str = "") -> RunIdentity:
     """Make a run folder from a model's initial tensors. The run exists once run.json does."""
     if (folder / "run.json").exists():
         raise StoreError(f"{folder} already holds a run")
@@ -168,9 +166,7 @@ class RunStore:
                 self._save_standing(standing)
                 _append(self._database, entries)
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(
-                f"version {order.version} of fragment {order.fragment} cannot be stored: {error}"
-            ) from error
+            raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be stored: {error}") from error
         old = self.folder / "fragments" / _file_name(order.fragment, order.version - KEPT_VERSIONS)
         old.unlink(missing_ok=True)
 
@@ -210,7 +206,7 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     with contextlib.closing(_connect(folder, read_only=True)) as database:
         for fragment in layout.fragments:
             values = _read_newest(folder, database, fragment).values
-            for piece, part in zip(fragment.pieces, values.split([p.numel for p in fragment.pieces]), strict=True):
+            for piece, part in zip(fragment.pieces, torch.split(values, [p.numel for p in fragment.pieces]), strict=True):
                 flat[layout.tensors[piece.tensor].name][piece.start : piece.stop] = part
     fixed = load_file(folder / "fixed.safetensors")
     tensors = {}
@@ -236,9 +232,7 @@ def _read_newest(folder: Path, database: sqlite3.Connection, fragment: Fragment)
 
 
 def _newest(database: sqlite3.Connection, fragment: int, count: int) -> list[sqlite3.Row]:
-    query = (
-        "SELECT version, step, file, checksum, shares FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
-    )
+    query = "SELECT version, step, file, checksum, shares FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
     rows = database.execute(query, (fragment, count)).fetchall()
     if not rows:
         raise StoreError(f"the tape knows no version of fragment {fragment}; the run folder is incomplete")
@@ -250,8 +244,7 @@ def _file_name(fragment: int, version: int) -> str:
 
 
 def _state_checksum(state: FragmentState) -> int:
-    values, momentum = state.values.numpy(), state.momentum.numpy()
-    return checksum(memoryview(values).cast("B")) ^ (checksum(memoryview(momentum).cast("B")) << 1 & 0xFFFFFFFF)
+    return checksum(raw_bytes(state.momentum), checksum(raw_bytes(state.values)))
 
 
 def _write_version(folder: Path, fragment: int, version: int, state: FragmentState) -> tuple[str, int]:

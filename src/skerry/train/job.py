@@ -1,4 +1,4 @@
-"""What a training job is made of, built from its configuration: data, model, optimizers, schedule. The same for every algorithm."""
+"""What a training job is made of: data, model, optimizers, schedule. The same for every algorithm."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Job:
         for some_inputs, some_targets in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
             with self.autocast():
                 loss: Tensor = self.forward(some_inputs, some_targets)
-            (loss / parts).backward()
+            torch.autograd.backward(loss / parts)
             total += loss.detach() / parts
         return total
 
@@ -148,9 +148,7 @@ def build_optimizers(model: nn.Module, train: TrainConfig) -> list[Optimizer]:
 def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Put named tensors (as `skerry export` writes them) into a model; every parameter must be there."""
     missing, unexpected = model.load_state_dict(tensors, strict=False)
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
-        n for n, _ in model.named_parameters()
-    }
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
     missing = [name for name in missing if name not in tied]
     if missing or unexpected:
         raise ConfigError(f"the weights do not fit the model: missing {_few(missing)}, unexpected {_few(unexpected)}")

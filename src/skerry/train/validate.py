@@ -59,9 +59,7 @@ def write_sample(model: GPT, corpus: Corpus, config: Config) -> str:
     return PROMPT + corpus.tokenizer.decode(tokens)
 
 
-def finish(
-    folder: Path, config: Config, model: GPT, corpus: Corpus, device: torch.device, **facts: float
-) -> Validation:
+def finish(folder: Path, config: Config, model: GPT, corpus: Corpus, device: torch.device, **facts: float) -> Validation:
     """The end of every job: last validation, exported weights, a sample, and the result on disk."""
     result = validate(model, corpus, config.model.context, config.eval.final_tokens, device)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}

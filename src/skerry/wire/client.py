@@ -36,8 +36,6 @@ def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunD
 def describe_job(address: str, tls: TLS | None, timeout_s: float = 120.0) -> Config:
     description = describe(address, tls, timeout_s)
     if not description.job_json:
-        raise JoinRefused(
-            f"the run at {address} has no training job of its own; its islands use skerry.join in their own loop"
-        )
+        raise JoinRefused(f"the run at {address} has no training job of its own; its islands use skerry.join in their own loop")
     config: Config = from_json(Config, description.job_json)
     return config

@@ -25,7 +25,7 @@ class SyncerService(Protocol):
 
 
 def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
-    handlers = {
+    handlers: dict[str, Any] = {
         "Describe": grpc.unary_unary_rpc_method_handler(
             service.describe, pb.DescribeRequest.FromString, pb.RunDescription.SerializeToString
         ),
@@ -49,12 +49,8 @@ class SyncerStub:
         self.describe = channel.unary_unary(
             f"/{_SERVICE}/Describe", pb.DescribeRequest.SerializeToString, pb.RunDescription.FromString
         )
-        self.control = channel.stream_stream(
-            f"/{_SERVICE}/Control", pb.ToSyncer.SerializeToString, pb.ToLearner.FromString
-        )
-        self.upload = channel.stream_unary(
-            f"/{_SERVICE}/Upload", pb.UploadPart.SerializeToString, pb.UploadReply.FromString
-        )
+        self.control = channel.stream_stream(f"/{_SERVICE}/Control", pb.ToSyncer.SerializeToString, pb.ToLearner.FromString)
+        self.upload = channel.stream_unary(f"/{_SERVICE}/Upload", pb.UploadPart.SerializeToString, pb.UploadReply.FromString)
         self.download = channel.unary_stream(
             f"/{_SERVICE}/Download", pb.DownloadRequest.SerializeToString, pb.DownloadPart.FromString
         )
