@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,6 +74,14 @@ class SyncerThread:
         assert not self._thread.is_alive(), "the syncer did not stop"
         if self.error:
             raise self.error
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ Rules:
  2. An answer needs a base the syncer still takes (min_base) and at least one step of progress; until then the question
     stays open.
  3. Only the newest version of a fragment is fetched; one that is overtaken is dropped.
- 4. Outside lock-step nothing ever waits. In lock-step a fragment due at step t is snapshot at t, adopted at t + τ and
-    not before, and step t + τ + 1 does not start without it.
+ 4. Outside lock-step nothing ever waits. In lock-step a fragment due at step t is snapshot at t, adopted at t + τ (or
+    just before it is due again, if that is earlier) and not before, and no further step starts without it.
 """
 
 from __future__ import annotations
@@ -223,13 +223,16 @@ class Exchange:
     def _may_adopt(self, version: Version) -> bool:
         if not self.sync.wait or self.phase != "training":
             return True
-        return self.step >= version.step + self.sync.overlap
+        return self.step >= self.schedule.adopt_step(version.fragment, version.step, self.sync.overlap)
 
     def must_wait(self) -> bool:
         """Lock-step: is a fragment whose overlap is over still missing?"""
         if not self.sync.wait or self.phase != "training":
             return False
-        return any(h.waits_for is not None and self.step >= h.waits_for + self.sync.overlap for h in self.held)
+        return any(
+            held.waits_for is not None and self.step >= self.schedule.adopt_step(fragment, held.waits_for, self.sync.overlap)
+            for fragment, held in enumerate(self.held)
+        )
 
     def adopted(self, version: Version) -> Mark:
         """The version is in the model now. Returns the totals its progress is counted from."""

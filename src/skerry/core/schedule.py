@@ -34,6 +34,13 @@ class Schedule:
         every = self.stage(step).every
         return [p for p in range(self.fragments) if step % every == p * every // self.fragments]
 
+    def adopt_step(self, fragment: int, step: int, overlap: int) -> int:
+        """Lock-step: when the merge of a fragment due at `step` is adopted. Never later than its next turn needs it."""
+        for later in range(step + 1, step + overlap + 1):
+            if fragment in self.due(later):
+                return later - 1
+        return step + overlap
+
     def due_between(self, after: int, upto: int) -> list[tuple[int, int]]:
         """(step, fragment) for each fragment due in (after, upto], each with the latest such step, in order of step.
 

@@ -251,7 +251,7 @@ class SyncerCore:
         learner.phase = "away"
         learner.heard_at = now
         actions.append(Record("disconnected", {"learner": event.name}))
-        if not self.sync.wait:
+        if not self._counts(learner):
             self._drop_unanswered(event.name)
 
     def _stored(self, event: Stored, now: float, actions: list[Action]) -> None:
@@ -352,8 +352,10 @@ class SyncerCore:
         return max(0, fragment.version - self.sync.staleness, fragment.merged_base.get(name, -1) + 1)
 
     def _counts(self, learner: LearnerState) -> bool:
-        """Is it worth asking? In lock-step a learner that is only briefly away still is."""
-        return learner.phase in ("training", "leaving") or (self.sync.wait and learner.phase == "away" and learner.began)
+        """Is it worth asking? In lock-step, and at the end, a learner that is only briefly away still is."""
+        if learner.phase == "away":
+            return learner.began and (self.sync.wait or self.phase == "closing")
+        return learner.phase in ("training", "leaving")
 
     def _close_when_spent(self, actions: list[Action]) -> None:
         if self.phase == "running" and self.sync.budget_tokens and self.tokens >= self.sync.budget_tokens:

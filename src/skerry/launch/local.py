@@ -18,6 +18,7 @@ from skerry.observe import RunStatus, open_view, plot_run, summary
 
 POLL_S = 0.2
 RESTART_PAUSE_S = 0.5
+DISMISS_S = 5.0
 HEALTHY_S = 60.0
 """A part that ran this long before it died is given its restarts anew."""
 
@@ -145,6 +146,7 @@ class Supervisor:
         self._folder = folder
         self._metrics = MetricsWriter(folder / "metrics.jsonl")
         self._interrupted = 0
+        self._ended_at: float | None = None
 
     def run(self) -> None:
         status = RunStatus(self._folder.name)
@@ -202,12 +204,24 @@ class Supervisor:
                     self._start(worker)
                 continue
             exit_status = worker.child.poll()
-            if exit_status is None:
-                continue
             if exit_status == 0:
                 worker.done = True
+            elif exit_status is not None:
+                self._died(worker, exit_status, now)
+        self._dismiss_islands(now)
+
+    def _dismiss_islands(self, now: float) -> None:
+        """Once the run has ended and the syncer is gone, an island that was just starting again has nowhere to go."""
+        if self._ended_at is None:
+            if not any(worker.done and worker.child.name == "syncer" for worker in self.workers):
+                return
+            self._ended_at = now
+        for worker in self.workers:
+            if worker.done or not worker.child.name.startswith("island-"):
                 continue
-            self._died(worker, exit_status, now)
+            if worker.start_again_at is not None or now - self._ended_at > DISMISS_S:
+                worker.child.stop(timeout_s=1.0)
+                worker.done = True
 
     def _died(self, worker: Worker, exit_status: int, now: float) -> None:
         how = f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"

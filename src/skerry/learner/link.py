@@ -11,11 +11,10 @@ import logging
 import random
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 from safetensors.torch import load
 from torch import Tensor, nn
 
@@ -28,7 +27,7 @@ from skerry.core.tensors import model_tensors
 from skerry.errors import JoinRefused, SkerryError, WireError
 from skerry.learner.replica import Prepared, Replica
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import Assembly, cut
+from skerry.wire import transfer
 from skerry.wire.connection import PROTOCOL, TLS, open_channel, split_address
 from skerry.wire.service import SyncerStub
 
@@ -38,9 +37,6 @@ HEARTBEAT_S = 1.0
 REPORT_EVERY_S = 0.01
 RETRY_TRANSFER_S = 0.5
 BACK_OFF_S = (0.2, 5.0)
-
-# A closed channel cancels its calls, so a cancellation here means that the connection went away.
-BROKEN_TRANSFER = (grpc.aio.AioRpcError, WireError, asyncio.CancelledError)
 
 Arrival = Callable[[], tuple[Tensor, Tensor]]
 """Waits for a snapshot's copy to arrive on the host, then gives (base, values)."""
@@ -76,12 +72,12 @@ class Link:
         self._run_id = ""
         self._fixed_loaded = False
         self._ready_sent = False
+        self._lost_at_step: int | None = None
         self._pump_pending = False
         self._reported_at = -1.0
         self._reported: tuple[int, int] | None = None
-        self._control: Any = None
+        self._stream: transfer.ControlStream | None = None
         self._bulk: SyncerStub | None = None
-        self._outbox: asyncio.Queue[pb.ToSyncer] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="skerry-exchange")
         self._loop = asyncio.new_event_loop()
@@ -153,13 +149,14 @@ class Link:
             except JoinRefused as error:
                 self._fail(error)
                 return
-            except (grpc.aio.AioRpcError, WireError) as error:
-                self.last_error = _plain(error)
+            except WireError as error:
+                self.last_error = str(error)
             if self.goodbye is not None:
                 return
-            if self.connected:
-                log.warning("%s lost the syncer (%s); training goes on", self.name, self.last_error)
             with self.changed:
+                if self.connected and self.exchange is not None:
+                    log.warning("%s lost the syncer (%s); training goes on", self.name, self.last_error)
+                    self._lost_at_step = self.exchange.step
                 self.connected = False
             pause = BACK_OFF_S[0] if welcomed else min(pause * 1.6, BACK_OFF_S[1])
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
@@ -168,24 +165,24 @@ class Link:
         """Connect, talk until the stream ends. True if the syncer welcomed us."""
         async with open_channel(self.address, self._tls) as control, open_channel(self.address, self._tls) as bulk:
             stub = SyncerStub(control)
-            description = await stub.describe(pb.DescribeRequest(protocol=PROTOCOL), timeout=10.0)
-            self._prepare_for(description)
+            self._prepare_for(await transfer.describe(stub, PROTOCOL))
             self._bulk = SyncerStub(bulk)
-            self._outbox = asyncio.Queue()
-            stream = stub.control(self._outgoing(self._outbox))
-            self._outbox.put_nowait(pb.ToSyncer(hello=self._hello()))
+            stream = self._stream = transfer.ControlStream(stub)
+            self._stream.send(pb.ToSyncer(hello=self._hello()))
             beat = asyncio.get_running_loop().create_task(self._heartbeat())
             welcomed = False
             try:
-                async for message in stream:
+                async for message in stream.messages():
                     welcomed = True
                     self._received(message)
                     if self.goodbye is not None:
                         break
+                self.last_error = "the syncer ended the stream"
+            except WireError as error:
+                self.last_error = str(error)
             finally:
                 beat.cancel()
-                stream.cancel()
-            self.last_error = "the syncer ended the stream"
+                await stream.close()
             return welcomed
 
     def _prepare_for(self, description: pb.RunDescription) -> None:
@@ -201,10 +198,6 @@ class Link:
             self._run_id = description.run_id
             self.replica = Replica(self._model, layout, sync)
             self.exchange = Exchange(sync, len(layout.fragments))
-
-    async def _outgoing(self, outbox: asyncio.Queue[pb.ToSyncer]) -> AsyncIterator[pb.ToSyncer]:
-        while True:
-            yield await outbox.get()
 
     def _hello(self) -> pb.Hello:
         assert self.exchange is not None
@@ -245,6 +238,10 @@ class Link:
                     self.prepared.clear()
                 self.slot, self.run_tokens = welcome.slot, max(self.run_tokens, welcome.run_tokens)
                 self.connected = True
+                if self._lost_at_step is not None:
+                    alone = exchange.step - self._lost_at_step
+                    log.warning("%s is back with the syncer after %d steps on its own", self.name, alone)
+                    self._lost_at_step = None
                 self._ready_sent = welcome.resumed
                 exchange.welcomed(tuple(welcome.versions), welcome.step)
                 if not self._fixed_loaded:
@@ -271,9 +268,13 @@ class Link:
         if kind in ("welcome", "ask", "announce", "stop", "begin"):
             self._pump()
 
+    def _send(self, message: pb.ToSyncer) -> None:
+        if self._stream is not None:
+            self._stream.send(message)
+
     def _say_leaving(self) -> None:
         if self.connected:
-            self._outbox.put_nowait(pb.ToSyncer(leaving=pb.Leaving()))
+            self._send(pb.ToSyncer(leaving=pb.Leaving()))
 
     def _pump(self) -> None:
         """Do whatever can be done now."""
@@ -287,7 +288,7 @@ class Link:
             ready = bool(exchange.versions) and self._fixed_loaded and not self._ready_sent
         if ready:
             self._ready_sent = True
-            self._outbox.put_nowait(pb.ToSyncer(ready=pb.Ready()))
+            self._send(pb.ToSyncer(ready=pb.Ready()))
         for version in fetches:
             self._spawn(self._fetch(version))
         if answerable:
@@ -315,7 +316,7 @@ class Link:
             )
         self._reported_at = self._clock.now()
         self._reported = (report.step, report.tokens)
-        self._outbox.put_nowait(pb.ToSyncer(report=report))
+        self._send(pb.ToSyncer(report=report))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -340,7 +341,7 @@ class Link:
             if isinstance(give, GiveNothing):
                 question = give.question
                 nothing = pb.NothingToGive(fragment=question.fragment, step=question.step)
-                self._outbox.put_nowait(pb.ToSyncer(nothing=nothing))
+                self._send(pb.ToSyncer(nothing=nothing))
             else:
                 self._spawn(self._upload(give, arrived))
 
@@ -384,19 +385,20 @@ class Link:
             checksum=crc,
         )
 
-        async def parts() -> AsyncIterator[pb.UploadPart]:
-            yield pb.UploadPart(header=header)
-            for chunk in cut(data):
-                self.sent_bytes += len(chunk)
-                yield pb.UploadPart(chunk=chunk)
-
         try:
-            reply = await bulk.upload(parts())
-            if not reply.accepted:
-                log.debug("%s: fragment %d was not taken: %s", self.name, question.fragment, reply.reason)
-        except BROKEN_TRANSFER as error:
-            log.debug("%s: fragment %d was not sent: %s", self.name, question.fragment, _plain(error))
+            reply = await transfer.upload(bulk, header, data, self._sent)
+        except WireError as error:
+            log.debug("%s: fragment %d was not sent: %s", self.name, question.fragment, error)
             self._again(lambda: exchange.ask_again(question))
+            return
+        if not reply.accepted:
+            log.debug("%s: fragment %d was not taken: %s", self.name, question.fragment, reply.reason)
+
+    def _sent(self, size_bytes: int) -> None:
+        self.sent_bytes += size_bytes
+
+    def _got(self, size_bytes: int) -> None:
+        self.received_bytes += size_bytes
 
     def _again(self, act: Callable[[], None]) -> None:
         """A transfer broke. If the stream still stands, try once more shortly; if not, the next welcome starts afresh."""
@@ -413,21 +415,7 @@ class Link:
     async def _download(self, part: int, version: int) -> tuple[str, memoryview]:
         assert self._bulk is not None
         request = pb.DownloadRequest(name=self.name, session=self.session, fragment=part, version=version)
-        assembly: Assembly | None = None
-        header: pb.DownloadHeader | None = None
-        async for message in self._bulk.download(request):
-            if message.WhichOneof("part") == "header":
-                header = message.header
-                self._check_size(part, header)
-                assembly = Assembly(header.size_bytes, header.checksum)
-            elif assembly is None:
-                raise WireError("a download must start with its header")
-            else:
-                self.received_bytes += len(message.chunk)
-                assembly.add(message.chunk)
-        if assembly is None or header is None:
-            raise WireError("an empty download")
-        return header.codec, assembly.finish()
+        return await transfer.download(self._bulk, request, lambda header: self._check_size(part, header), self._got)
 
     def _check_size(self, part: int, header: pb.DownloadHeader) -> None:
         assert self.replica is not None
@@ -447,8 +435,8 @@ class Link:
         fragment = version.fragment
         try:
             name, data = await self._download(fragment, version.version)
-        except BROKEN_TRANSFER as error:
-            log.debug("%s: fragment %d was not fetched: %s", self.name, fragment, _plain(error))
+        except WireError as error:
+            log.debug("%s: fragment %d was not fetched: %s", self.name, fragment, error)
             self._again(lambda: exchange.fetch_failed(version))
             return
 
@@ -467,8 +455,8 @@ class Link:
         assert self.replica is not None
         try:
             _, data = await self._download(part, 0)
-        except BROKEN_TRANSFER as error:
-            log.debug("%s: the fixed part was not fetched: %s", self.name, _plain(error))
+        except WireError as error:
+            log.debug("%s: the fixed part was not fetched: %s", self.name, error)
             self._again(lambda: self._spawn(self._fetch_fixed(part)) if self.connected else None)
             return
         self.replica.load_fixed(load(bytes(data)))
@@ -476,9 +464,3 @@ class Link:
             self._fixed_loaded = True
             self.changed.notify_all()
         self._pump()
-
-
-def _plain(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name.lower()}: {error.details()}"
-    return str(error)

@@ -165,7 +165,8 @@ class SyncerServer:
     def _record(self, kind: str, data: dict[str, Any]) -> None:
         self._entries.append(TapeEntry(time.time(), kind, data))
         if kind in ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed"):
-            self._metrics.write("event", what=kind.replace("_", " "), island=data.get("learner"), detail=str(data))
+            detail = ", ".join(f"{key} {value}" for key, value in data.items() if key not in ("learner", "session"))
+            self._metrics.write("event", what=kind.replace("_", " "), island=data.get("learner"), detail=detail)
 
     def _wake_at(self, at: float) -> None:
         if self._wake is not None:

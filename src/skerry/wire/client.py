@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-import grpc
-
 from skerry.config import Config, from_json
 from skerry.errors import JoinRefused, WireError
 from skerry.wire import skerry_pb2 as pb
+from skerry.wire import transfer
 from skerry.wire.connection import PROTOCOL, TLS, open_channel
 from skerry.wire.service import SyncerStub
 
@@ -22,12 +21,10 @@ def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunD
         while True:
             async with open_channel(address, tls) as channel:
                 try:
-                    return await SyncerStub(channel).describe(pb.DescribeRequest(protocol=PROTOCOL), timeout=10.0)
-                except grpc.aio.AioRpcError as error:
+                    return await transfer.describe(SyncerStub(channel), PROTOCOL)
+                except WireError as error:
                     if time.monotonic() >= deadline:
-                        raise WireError(
-                            f"no syncer answered at {address} within {timeout_s:.0f} s: {error.details()}"
-                        ) from None
+                        raise WireError(f"no syncer answered at {address} within {timeout_s:.0f} s: {error}") from None
             await asyncio.sleep(0.3)
 
     return asyncio.run(ask())

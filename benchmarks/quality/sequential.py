@@ -1,0 +1,443 @@
+"""Many learners in one process, one after the other, around the real core: the same decisions, merges and codecs as a run.
+
+Virtual time stands in for processes and sockets: a learner's step takes its step time, a transfer takes its delay. What the
+syncer decides, what learners send, when they adopt: all that is skerry.core, unchanged. One set of parameters lives on the
+device and learners' states are swapped through it, so a GPU compiles and captures the training step once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from skerry.config import Config
+from skerry.core import codec as codecs
+from skerry.core import messages as m
+from skerry.core.exchange import Exchange, Give, Question, Version
+from skerry.core.fragment import Layout, split
+from skerry.core.merge import FragmentState, merge
+from skerry.core.syncer import SyncerCore
+from skerry.core.tensors import model_tensors
+from skerry.data.corpus import Corpus
+from skerry.data.windows import Windows
+from skerry.models.gpt import build_gpt
+from skerry.train.job import build_optimizers, lr_factor
+from skerry.train.validate import Validation, validate
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the world does to a run, in units of one inner step of the fastest learner."""
+
+    step_times: tuple[float, ...] = ()
+    """Relative step time of each learner; 1.0 for those not named."""
+    exchange_steps: float | None = None
+    """How long snapshot to fetched takes; by default a little less than the overlap τ."""
+    lost_share: float = 0.0
+    """Share of learner time lost to failures, each `outage_steps` long at random times."""
+    outage_steps: float = 60.0
+    restore: str = "own"
+    """Optimizer state of a learner that comes back: own, zero."""
+
+
+class DeviceWindows:
+    """The same samples as skerry.data.windows, gathered on the device that trains on them."""
+
+    def __init__(self, windows: Windows, corpus: Corpus, context: int, device: torch.device) -> None:
+        self._windows, self._device = windows, device
+        self._tokens = torch.from_numpy(np.asarray(corpus.train[0 : len(corpus.train)]).astype(np.int32)).to(device)
+        self._context = context
+        self._offsets = torch.arange(context + 1, device=device)
+
+    def batch(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        windows = torch.tensor(self._windows.indices(start, count), device=self._device)
+        both = self._tokens[windows[:, None] * self._context + self._offsets].long()
+        return both[:, :-1], both[:, 1:]
+
+
+class Stepper:
+    """The device's training step: parameters and optimizer state that learners are swapped through."""
+
+    def __init__(self, config: Config, corpus: Corpus, device: torch.device, batch: int) -> None:
+        self.config, self.device, self.batch = config, device, batch
+        self.model = build_gpt(config.model, corpus.vocab, config.train.seed).to(device)
+        self.tensors = [tensor.detach() for _, tensor in model_tensors(self.model)]
+        self.optimizers = build_optimizers(self.model, config.train)
+        self._graph: Any = None
+        self._forward: Any = torch.compile(self.model, dynamic=False) if config.train.compile else self.model
+        shape = (batch, config.model.context)
+        self._x = torch.zeros(shape, dtype=torch.long, device=device)
+        self._y = torch.zeros(shape, dtype=torch.long, device=device)
+        self._loss = torch.zeros((), device=device)
+        self._initial = [tensor.clone() for tensor in self.tensors]
+        if device.type == "cuda":
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = torch.tensor(0.0, device=device)
+                    if "capturable" in group:
+                        group["capturable"] = True
+        self._warm_up()
+
+    def _once(self) -> None:
+        cuda = self.device.type == "cuda"
+        dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype == torch.bfloat16, cache_enabled=not cuda):
+            loss = self._forward(self._x, self._y)
+        loss.backward()
+        if self.config.train.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._loss.copy_(loss.detach())
+
+    def _clear(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _warm_up(self) -> None:
+        """Create the optimizer's state and capture the step, then forget what that did to the weights."""
+        if self.device.type == "cuda":
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self._clear()
+                    self._once()
+            torch.cuda.current_stream().wait_stream(side)
+            self._clear()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._once()
+        else:
+            self._once()
+            self._clear()
+        self.state_tensors = [
+            value
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for _, value in sorted(optimizer.state[parameter].items())
+            if isinstance(value, Tensor)
+        ]
+        for tensor in self.state_tensors:
+            tensor.zero_()
+        self.reset(self.config)
+
+    def reset(self, config: Config) -> None:
+        """Initial weights of this seed, for another run of the same shape."""
+        fresh = build_gpt(config.model, self.model.shape.vocab, config.train.seed)
+        self._initial = [tensor.detach().to(self.device) for _, tensor in model_tensors(fresh)]
+        torch._foreach_copy_(self.tensors, self._initial)
+        torch._foreach_zero_(self.state_tensors)
+
+    def set_lr(self, lr: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self._x.copy_(x, non_blocking=True)
+        self._y.copy_(y, non_blocking=True)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._clear()
+            self._once()
+
+    @property
+    def loss(self) -> float:
+        return float(self._loss)
+
+
+@dataclass
+class SequentialLearner:
+    name: str
+    slot: int
+    step_time: float
+    weights: list[Tensor]
+    optimizer_state: list[Tensor]
+    exchange: Exchange
+    base: list[Tensor]
+    alive: bool = True
+    life: int = 0
+    ready: dict[int, Tensor] = field(default_factory=dict)
+    snapshots: dict[int, Tensor] = field(default_factory=dict)
+
+
+class SequentialRun:
+    def __init__(self, config: Config, stepper: Stepper, windows: DeviceWindows, conditions: Conditions) -> None:
+        self.config = config.resolved()
+        self.sync = self.config.sync
+        self.stepper, self.windows, self.conditions = stepper, windows, conditions
+        self.layout: Layout = split([spec for spec, _ in model_tensors(stepper.model)], self.sync.fragments)
+        self.core = SyncerCore(self.sync, len(self.layout.fragments))
+        stepper.reset(self.config)
+        self.states = [FragmentState.fresh(self._read(stepper.tensors, i)) for i in range(len(self.layout.fragments))]
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._wake: float | None = None
+        self._deltas: dict[tuple[int, str], Tensor] = {}
+        delay = conditions.exchange_steps if conditions.exchange_steps is not None else max(self.sync.overlap - 0.2, 0.2)
+        self._delay = delay / 2
+        self._random = random.Random(self.config.train.seed)
+        self.sent_bytes = 0
+        self.lost_steps = 0
+        self.members: list[int] = []
+        times = list(conditions.step_times) + [1.0] * self.config.islands.count
+        self.learners = [
+            SequentialLearner(
+                f"island-{i}",
+                i,
+                times[i],
+                [t.clone() for t in stepper.tensors],
+                [t.clone() for t in stepper.state_tensors],
+                Exchange(self.sync, len(self.layout.fragments)),
+                [s.values for s in self.states],
+            )
+            for i in range(self.config.islands.count)
+        ]
+        self._by_name = {learner.name: learner for learner in self.learners}
+
+    # ------------------------------------------------------------ tensors
+
+    def _read(self, tensors: list[Tensor], index: int) -> Tensor:
+        pieces = self.layout.fragments[index].pieces
+        return torch.cat([tensors[p.tensor].reshape(-1)[p.start : p.stop].float() for p in pieces])
+
+    def _write(self, tensors: list[Tensor], index: int, change: Tensor) -> None:
+        pieces = self.layout.fragments[index].pieces
+        for piece, part in zip(pieces, change.split([p.numel for p in pieces]), strict=True):
+            target = tensors[piece.tensor].view(-1)[piece.start : piece.stop]
+            if self.sync.adopt == "carry":
+                target.add_(part)
+            elif self.sync.adopt == "blend":
+                target.lerp_(part, self.sync.blend)
+            else:
+                target.copy_(part)
+
+    def _through_codec(self, name: str, vector: Tensor) -> Tensor:
+        """What is left of a vector after the wire. The fp32 and bf16 codecs are casts, so the device can do them."""
+        if name == "bf16":
+            return vector.to(torch.bfloat16).float()
+        if name == "fp32":
+            return vector.clone()
+        codec = codecs.codec(name)
+        return codec.decode(codec.encode(vector.cpu()), vector.numel()).to(vector.device)
+
+    # ------------------------------------------------------------ events
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), act))
+
+    def _dispatch(self, event: m.Event) -> None:
+        for action in self.core.handle(event, self.now):
+            if isinstance(action, m.Begin):
+                learner = self._by_name[action.name]
+                learner.exchange.begin(action.step)
+                self._at(self.now + learner.step_time, self._stepper_of(learner))
+            elif isinstance(action, m.Ask):
+                learner = self._by_name[action.name]
+                learner.exchange.asked(Question(action.fragment, action.step, action.min_base))
+                self._answer(learner)
+            elif isinstance(action, m.Merge):
+                self._merge(action)
+            elif isinstance(action, m.Announce):
+                for name in action.names:
+                    self._announce(self._by_name[name], action)
+            elif isinstance(action, m.StopTraining):
+                learner = self._by_name[action.name]
+                learner.exchange.stop()
+                self._settle(learner)
+            elif isinstance(action, m.WakeAt):
+                if self._wake is None or action.at < self._wake:
+                    self._wake = action.at
+                    self._at(action.at, self._tick)
+
+    def _tick(self) -> None:
+        """One wake-up is pending at a time; one that was asked for earlier than another replaces it."""
+        if self._wake is not None and self.now >= self._wake:
+            self._wake = None
+            self._dispatch(m.Tick())
+
+    def _stepper_of(self, learner: SequentialLearner) -> Callable[[], None]:
+        life = learner.life
+        return lambda: self._step(learner) if learner.alive and learner.life == life else None
+
+    def _step(self, learner: SequentialLearner) -> None:
+        exchange, stepper = learner.exchange, self.stepper
+        if exchange.phase != "training":
+            return
+        train = self.config.train
+        stepper.set_lr(train.lr * lr_factor(self.core.tokens / train.tokens, train))
+        torch._foreach_copy_(stepper.tensors, learner.weights)
+        torch._foreach_copy_(stepper.state_tensors, learner.optimizer_state)
+        count = max(self.config.islands.count, learner.slot + 1)
+        x, y = self.windows.batch((exchange.step * count + learner.slot) * train.batch, train.batch)
+        stepper.step(x, y)
+        torch._foreach_copy_(learner.weights, stepper.tensors)
+        torch._foreach_copy_(learner.optimizer_state, stepper.state_tensors)
+        exchange.stepped(train.batch * self.config.model.context)
+        self._settle(learner)
+        self._dispatch(m.Reported(learner.name, exchange.step, exchange.totals.tokens, learner.step_time))
+        self._fail_perhaps(learner)
+        if learner.alive:
+            self._at(self.now + learner.step_time, self._stepper_of(learner))
+
+    def _settle(self, learner: SequentialLearner) -> None:
+        """A step boundary: adopt what has arrived, answer what can be answered."""
+        for version in learner.exchange.adoptable():
+            values = learner.ready.pop(version.fragment)
+            change = values
+            if self.sync.adopt == "carry":
+                snapshot = learner.snapshots.get(version.fragment) if version.includes_ours else None
+                change = values - (snapshot if snapshot is not None else learner.base[version.fragment])
+            self._write(learner.weights, version.fragment, change)
+            learner.base[version.fragment] = values
+            learner.exchange.adopted(version)
+        self._answer(learner)
+
+    def _answer(self, learner: SequentialLearner) -> None:
+        for answer in learner.exchange.answers():
+            question = answer.question
+            if not isinstance(answer, Give):
+                nothing = m.NothingToGive(learner.name, question.fragment, question.step)
+                self._at(self.now, lambda nothing=nothing: self._dispatch(nothing))
+                continue
+            values = self._read(learner.weights, question.fragment)
+            if self.sync.adopt == "carry":
+                learner.snapshots[question.fragment] = values
+            learner.exchange.given(answer)
+            delta = self._through_codec(self.sync.send, learner.base[question.fragment] - values)
+            self.sent_bytes += codecs.codec(self.sync.send).size_bytes(values.numel())
+            offer = m.Contributed(learner.name, question.fragment, question.step, answer.base, answer.steps, answer.tokens)
+            self._at(self.now + self._delay, lambda offer=offer, delta=delta: self._arrive(offer, delta))
+
+    def _arrive(self, offer: m.Contributed, delta: Tensor) -> None:
+        if self.core.why_refused(offer) is None:
+            self._deltas[offer.fragment, offer.name] = delta
+            self._dispatch(offer)
+
+    def _merge(self, order: m.Merge) -> None:
+        deltas = [self._deltas.pop((order.fragment, share.name)) for share in order.shares]
+        self.states[order.fragment] = merge(
+            self.layout,
+            self.layout.fragments[order.fragment],
+            self.states[order.fragment],
+            deltas,
+            [share.weight for share in order.shares],
+            radial=self.sync.merge == "radial",
+            lr=order.outer_lr,
+            momentum=order.outer_momentum,
+            presence=order.presence,
+        )
+        self.members.append(len(order.shares))
+        self._at(self.now, lambda: self._dispatch(m.Stored(order.fragment, order.version)))
+
+    def _announce(self, learner: SequentialLearner, action: m.Announce) -> None:
+        version = Version(action.fragment, action.version, action.step, learner.name in action.contributors)
+        values = self._through_codec(self.sync.publish, self.states[action.fragment].values)
+        life = learner.life
+
+        def arrive() -> None:
+            if not learner.alive or learner.life != life:
+                return
+            learner.exchange.announced(version)
+            for wanted in learner.exchange.to_fetch():
+                if wanted == version and learner.exchange.fetched(version):
+                    learner.ready[version.fragment] = values
+            if learner.exchange.phase == "stopped":
+                self._settle(learner)
+
+        self._at(self.now + self._delay, arrive)
+
+    def _fail_perhaps(self, learner: SequentialLearner) -> None:
+        share = self.conditions.lost_share
+        if not share or learner.exchange.phase != "training":
+            return
+        up = self.conditions.outage_steps * (1 - share) / share
+        if self._random.random() >= learner.step_time / up:
+            return
+        learner.alive = False
+        learner.life += 1
+        self.lost_steps += int(self.conditions.outage_steps)
+        self._dispatch(m.Disconnected(learner.name, f"{learner.name}-{learner.life - 1}"))
+        self._at(self.now + self.conditions.outage_steps, lambda: self._return(learner))
+
+    def _return(self, learner: SequentialLearner) -> None:
+        if self.core.phase != "running":
+            return
+        learner.alive = True
+        learner.exchange = Exchange(self.sync, len(self.layout.fragments))
+        if self.conditions.restore == "zero":
+            torch._foreach_zero_(learner.optimizer_state)
+        self._join(learner)
+
+    def _join(self, learner: SequentialLearner) -> None:
+        versions = tuple(fragment.version for fragment in self.core.fragments)
+        self._dispatch(m.Joined(learner.name, f"{learner.name}-{learner.life}"))
+        learner.ready.clear()
+        for index, version in enumerate(versions):
+            values = self._through_codec(self.sync.publish, self.states[index].values)
+            learner.base[index] = values
+            adopt, self.sync = self.sync, dataclasses.replace(self.sync, adopt="overwrite")
+            self._write(learner.weights, index, values)
+            self.sync = adopt
+            learner.exchange.adopted(Version(index, version, 0, False))
+        self._dispatch(m.Ready(learner.name))
+
+    # ------------------------------------------------------------ running
+
+    def run(self, on_progress: Callable[[SequentialRun], None] | None = None) -> None:
+        for learner in self.learners:
+            self._join(learner)
+        while self._events and self.core.phase != "ended":
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+            if on_progress is not None:
+                on_progress(self)
+        if self.core.phase != "ended":
+            raise RuntimeError(f"the run stopped in phase {self.core.phase} at {self.core.tokens} tokens")
+
+    def load_global(self) -> None:
+        for index, state in enumerate(self.states):
+            adopt, self.sync = self.sync, dataclasses.replace(self.sync, adopt="overwrite")
+            self._write(self.stepper.tensors, index, state.values)
+            self.sync = adopt
+
+
+def run_data_parallel(config: Config, stepper: Stepper, windows: DeviceWindows) -> int:
+    """The baseline: one learner with the global batch. Returns its tokens."""
+    stepper.reset(config)
+    train = config.train
+    batch = train.batch * config.islands.count
+    tokens = 0
+    step = 0
+    while tokens < train.tokens:
+        stepper.set_lr(train.lr * lr_factor(tokens / train.tokens, train))
+        stepper.step(*windows.batch(step * batch, batch))
+        step += 1
+        tokens += batch * config.model.context
+    return tokens
+
+
+def measure(config: Config, stepper: Stepper, corpus: Corpus) -> Validation:
+    return validate(stepper.model, corpus, config.model.context, config.eval.final_tokens, stepper.device)
+
+
+def timed(act: Callable[[], Any]) -> tuple[Any, float]:
+    started = time.perf_counter()
+    return act(), time.perf_counter() - started

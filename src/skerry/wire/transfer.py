@@ -1,0 +1,106 @@
+"""Bulk transfers and the control stream from a learner's side. gRPC's errors become WireError here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc
+
+from skerry.errors import WireError
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import Assembly, cut
+from skerry.wire.service import SyncerStub
+
+
+@contextlib.contextmanager
+def wire_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise WireError(f"{error.code().name.lower()}: {error.details()}") from None
+    except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
+        raise WireError(str(error)) from None
+    except asyncio.CancelledError:
+        # A channel that is closed cancels its calls; it is the connection that ended, not the caller.
+        raise WireError("the connection was closed") from None
+
+
+async def describe(stub: SyncerStub, protocol: int, timeout_s: float = 10.0) -> pb.RunDescription:
+    with wire_errors():
+        return await stub.describe(pb.DescribeRequest(protocol=protocol), timeout=timeout_s)
+
+
+async def upload(stub: SyncerStub, header: pb.UploadHeader, data: memoryview, sent: Callable[[int], None]) -> pb.UploadReply:
+    """Send one contribution. The syncer may answer before it has everything, if it does not want it."""
+    with wire_errors():
+        call = stub.upload()
+        with contextlib.suppress(asyncio.InvalidStateError):  # it has answered already
+            await call.write(pb.UploadPart(header=header))
+            for chunk in cut(data):
+                await call.write(pb.UploadPart(chunk=chunk))
+                sent(len(chunk))
+            await call.done_writing()
+        reply: pb.UploadReply = await call
+        return reply
+
+
+async def download(
+    stub: SyncerStub,
+    request: pb.DownloadRequest,
+    check: Callable[[pb.DownloadHeader], None],
+    received: Callable[[int], None],
+) -> tuple[str, memoryview]:
+    """Fetch one version. `check` is called with what is declared, before memory is set aside for it."""
+    header: pb.DownloadHeader | None = None
+    assembly: Assembly | None = None
+    with wire_errors():
+        async for message in stub.download(request):
+            if message.WhichOneof("part") == "header":
+                if header is not None:
+                    raise WireError("a second header in one download")
+                header = message.header
+                check(header)
+                assembly = Assembly(header.size_bytes, header.checksum)
+            elif assembly is None:
+                raise WireError("a download must start with its header")
+            else:
+                received(len(message.chunk))
+                assembly.add(message.chunk)
+    if assembly is None or header is None:
+        raise WireError("an empty download")
+    return header.codec, assembly.finish()
+
+
+class ControlStream:
+    """A learner's control stream. What is sent waits in a queue, so sending never blocks the caller."""
+
+    def __init__(self, stub: SyncerStub) -> None:
+        self._call: Any = stub.control()
+        self._outbox: asyncio.Queue[pb.ToSyncer] = asyncio.Queue()
+        self._writer = asyncio.get_running_loop().create_task(self._write())
+
+    def send(self, message: pb.ToSyncer) -> None:
+        self._outbox.put_nowait(message)
+
+    async def _write(self) -> None:
+        with contextlib.suppress(WireError, asyncio.InvalidStateError):  # the reading side finds out why
+            while True:
+                message = await self._outbox.get()
+                with wire_errors():
+                    await self._call.write(message)
+
+    async def messages(self) -> AsyncIterator[pb.ToLearner]:
+        while True:
+            with wire_errors():
+                message = await self._call.read()
+            if message is grpc.aio.EOF:
+                return
+            yield message
+
+    async def close(self) -> None:
+        self._writer.cancel()
+        self._call.cancel()
+        await asyncio.gather(self._writer, return_exceptions=True)

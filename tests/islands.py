@@ -1,0 +1,255 @@
+"""What tests with real learners share: small models and data, islands as threads, looks into the run folder, and a learner
+made of bare gRPC calls that can say what a proper one never would."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from torch import Tensor, nn
+
+from skerry.core import codec as codecs
+from skerry.core.fragment import Layout, split
+from skerry.core.tensors import model_tensors
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import CHUNK_BYTES, cut
+from skerry.wire.connection import PROTOCOL
+from skerry.wire.service import SyncerStub
+
+DEADLINE_S = 30.0
+
+
+# ---------------------------------------------------------------- models and data
+
+
+def small_model(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batches(island: int, steps: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(100 + island)
+    xs = [torch.randn(4, 6, generator=generator) for _ in range(steps)]
+    return [(x, x.square().mean(1, keepdim=True)) for x in xs]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    dtype = next(model.parameters()).dtype
+    return (model(x.to(dtype)) - y.to(dtype)).float().square().mean()
+
+
+def train(model: nn.Module, optimizers: Any, data: Iterable[tuple[Tensor, Tensor]]) -> int:
+    """The plainest loop there is, for one optimizer or several. Returns the steps taken."""
+    several = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    steps = 0
+    for batch in data:
+
+        def closure(batch: tuple[Tensor, Tensor] = batch) -> Tensor:
+            for optimizer in several:
+                optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        if isinstance(several[0], torch.optim.LBFGS):
+            several[0].step(closure)
+        else:
+            closure()
+            for optimizer in several:
+                optimizer.step()
+        steps += 1
+    return steps
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's tensors as the run names them: tied ones once."""
+    return {spec.name: tensor.detach().clone() for spec, tensor in model_tensors(model)}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            actual[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+# ---------------------------------------------------------------- threads and waiting
+
+
+def poll(ready: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    """Until `ready` gives something true."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := ready()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        threading.Event().wait(0.005)
+    return found
+
+
+def together(*works: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
+    """Each in a thread of its own; the first error of any is raised here."""
+    results: list[Any] = [None] * len(works)
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = works[index]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,), name=f"island-{index}", daemon=True) for index in range(len(works))]
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) and not errors:
+        assert time.monotonic() < deadline, (
+            f"still running after {timeout_s:.0f} s: {[t.name for t in threads if t.is_alive()]}"
+        )
+        next(thread for thread in threads if thread.is_alive()).join(0.05)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def skerry_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("skerry-")]
+
+
+# ---------------------------------------------------------------- looks into a run folder, beside a running syncer
+
+
+def _rows(folder: Path, query: str) -> list[Any]:
+    uri = f"{(folder / 'tape.sqlite').resolve().as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30.0)) as database:
+        return database.execute(query).fetchall()
+
+
+def versions(folder: Path) -> list[int]:
+    """The newest stored version of each fragment."""
+    return [version for _, version in _rows(folder, "SELECT fragment, max(version) FROM versions GROUP BY fragment")]
+
+
+def tape(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [json.loads(data) for k, data in _rows(folder, "SELECT kind, data FROM tape ORDER BY seq") if k == kind]
+
+
+# ---------------------------------------------------------------- a learner of bare calls
+
+
+class RawLearner:
+    """One control stream and one bulk channel. Nothing is checked here, so that everything is checked there."""
+
+    def __init__(self, address: str, model: nn.Module, fragments: int, name: str = "raw", session: str = "first") -> None:
+        self.name, self.session = name, session
+        self.specs = [spec for spec, _ in model_tensors(model)]
+        self.layout: Layout = split(self.specs, fragments)
+        self._address = address
+        self._outbox: asyncio.Queue[pb.ToSyncer | None] = asyncio.Queue()
+        self._step = 0
+
+    async def __aenter__(self) -> RawLearner:
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+        self._control = grpc.aio.insecure_channel(self._address, options=options)
+        self._bulk = grpc.aio.insecure_channel(self._address, options=options)
+        self.bulk = SyncerStub(self._bulk)
+        self._stream = SyncerStub(self._control).control(self._outgoing())
+        self._incoming = self._stream.__aiter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stream.cancel()
+        await self._control.close()
+        await self._bulk.close()
+
+    async def _outgoing(self) -> AsyncIterator[pb.ToSyncer]:
+        while (message := await self._outbox.get()) is not None:
+            yield message
+
+    def send(self, **message: Any) -> None:
+        self._outbox.put_nowait(pb.ToSyncer(**message))
+
+    def stop_sending(self) -> None:
+        self._outbox.put_nowait(None)
+
+    async def receive(self, *kinds: str) -> pb.ToLearner:
+        """The next message of one of these kinds; others are passed over."""
+        while True:
+            message = await asyncio.wait_for(self._incoming.__anext__(), DEADLINE_S)
+            if message.WhichOneof("message") in kinds:
+                return message
+
+    async def receive_end(self) -> None:
+        """The syncer ends the stream."""
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                await asyncio.wait_for(self._incoming.__anext__(), DEADLINE_S)
+
+    def hello(self, **changes: Any) -> pb.Hello:
+        tensors = [pb.Tensor(name=s.name, shape=s.shape, dtype=s.dtype, rule=s.rule) for s in self.specs]
+        values: dict[str, Any] = {"protocol": PROTOCOL, "name": self.name, "session": self.session, "tensors": tensors}
+        return pb.Hello(**{**values, **changes})
+
+    async def join(self) -> pb.Welcome:
+        """Up to the start of training."""
+        self.send(hello=self.hello())
+        message = await self.receive("welcome", "refusal")
+        assert message.WhichOneof("message") == "welcome", message.refusal.reason
+        self.send(ready=pb.Ready())
+        self._step = (await self.receive("begin")).begin.step
+        return message.welcome
+
+    async def next_ask(self) -> pb.Ask:
+        """Report one more step, with ten tokens, and wait to be asked for a fragment."""
+        self.report(self._step + 1)
+        return (await self.receive("ask")).ask
+
+    def report(self, step: int, **changes: Any) -> None:
+        self._step = step
+        self.send(report=pb.Report(**{"step": step, "tokens": 10 * step, "step_time_s": 0.001, **changes}))
+
+    def contribution(self, ask: pb.Ask, delta: Tensor | None = None, **changes: Any) -> tuple[pb.UploadHeader, bytes]:
+        """A whole and acceptable answer, but for the changes."""
+        if delta is None:
+            delta = torch.full((self.layout.fragments[ask.fragment].numel,), 0.125)
+        data = bytes(codecs.codec("bf16").encode(delta))
+        values: dict[str, Any] = {
+            "name": self.name, "session": self.session, "fragment": ask.fragment, "step": ask.step, "base": ask.min_base,
+            "steps": 1, "tokens": 10, "codec": "bf16", "size_bytes": len(data), "checksum": codecs.checksum(data),
+        }  # fmt: skip
+        return pb.UploadHeader(**{**values, **changes}), data
+
+    async def upload(self, *parts: pb.UploadHeader | bytes) -> pb.UploadReply:
+        """These parts, as they are."""
+        messages = [pb.UploadPart(chunk=p) if isinstance(p, bytes) else pb.UploadPart(header=p) for p in parts]
+        return await asyncio.wait_for(self.bulk.upload(_each(messages)), DEADLINE_S)
+
+    async def give(self, ask: pb.Ask, delta: Tensor | None = None, **changes: Any) -> pb.UploadReply:
+        header, data = self.contribution(ask, delta, **changes)
+        return await self.upload(header, *cut(memoryview(data)))
+
+    async def download(self, fragment: int, version: int, **changes: Any) -> tuple[pb.DownloadHeader, bytes]:
+        request = {"name": self.name, "session": self.session, "fragment": fragment, "version": version, **changes}
+        header, data = None, b""
+        async for part in self.bulk.download(pb.DownloadRequest(**request), timeout=DEADLINE_S):
+            if part.WhichOneof("part") == "header":
+                header = part.header
+            else:
+                assert len(part.chunk) <= CHUNK_BYTES
+                data += part.chunk
+        assert header is not None
+        return header, data
+
+
+async def _each(messages: list[pb.UploadPart]) -> AsyncIterator[pb.UploadPart]:
+    for message in messages:
+        yield message

@@ -1,0 +1,686 @@
+"""Learners attached to the training loops people write, each in a small real run: sockets, files, threads."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from islands import (
+    assert_same,
+    batches,
+    loss_of,
+    poll,
+    skerry_threads,
+    small_model,
+    tape,
+    tensors_of,
+    together,
+    train,
+    versions,
+)
+from torch import Tensor, nn
+
+import skerry
+from skerry.config import SyncConfig
+from skerry.core.tensors import model_tensors
+from skerry.errors import WireError
+from skerry.syncer.store import read_identity, read_model
+
+# One island, merged at every turn with an outer step that takes its weights over: the run must equal plain training.
+EXACT = SyncConfig(
+    fragments=3, every=3, overlap=0, wait=True, quorum=0, outer_lr=1.0, outer_momentum=0.0, send="fp32", merge="mean"
+)
+# Nobody waits; what one island has when it leaves is what the run has.
+DECOUPLED = SyncConfig(fragments=2, every=4, overlap=1, quorum=1, outer_lr=1.0, outer_momentum=0.0, send="fp32", merge="mean")
+
+MakeOptimizer = Callable[[nn.Module], Any]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "AdamW": adamw,
+    "fused AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+    "SGD with momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+    "Muon and AdamW": muon_and_adamw,
+    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """No test leaves a thread of ours running, nor an error nobody saw."""
+    yield
+    poll(lambda: not skerry_threads(), f"threads to end: {skerry_threads()}")
+
+
+def join(address: str, model: nn.Module, optimizer: Any, name: str = "island-0", **more: Any) -> skerry.Learner:
+    return skerry.join(address, model, optimizer, name=name, timeout_s=30, **more)
+
+
+def train_until(done: Callable[[], Any], model: nn.Module, optimizers: Any, island: int = 0) -> int:
+    """Train on and on until something has come about. Returns the steps taken."""
+    data = batches(island, 50)
+    steps = 0
+
+    def more() -> bool:
+        nonlocal steps
+        steps += train(model, optimizers, [data[steps % 50]])
+        return bool(done())
+
+    poll(more, "training to get somewhere")
+    return steps
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_island_in_lock_step_equals_plain_training_with(folder: Path, start_syncer, make: MakeOptimizer) -> None:
+    skerry.create(folder, small_model(), EXACT)
+    model = small_model(seed=8)  # other weights than the run's: joining replaces them
+    optimizers = make(model)
+    learner = join(start_syncer(folder).address, model, optimizers)
+    assert train(model, optimizers, batches(0, 12)) == learner.step == 12
+    learner.leave(timeout_s=30)
+    plain = small_model()
+    train(plain, make(plain), batches(0, 12))
+    assert_same(read_model(folder), tensors_of(plain), 1e-5)
+    assert_same(tensors_of(model), tensors_of(plain), 1e-5)
+    assert sum(versions(folder)) >= 12
+
+
+@pytest.mark.parametrize("make", [adamw, muon_and_adamw], ids=["AdamW", "Muon and AdamW"])
+def test_decoupled_islands_learn_together_with(folder: Path, start_syncer, make: MakeOptimizer) -> None:
+    sync = SyncConfig(fragments=3, every=6, overlap=1, quorum=1, start_with=2, outer_lr=0.9, outer_momentum=0.0)
+    skerry.create(folder, small_model(), sync)
+    address = start_syncer(folder).address
+
+    def island(index: int) -> None:
+        model = small_model()
+        optimizers = make(model)
+        learner = join(address, model, optimizers, f"island-{index}")
+        train(model, optimizers, batches(index, 60))
+        train_until(lambda: min(versions(folder)) >= 3, model, optimizers, index)
+        learner.leave(timeout_s=30)
+
+    together(lambda: island(0), lambda: island(1))
+    test = batches(9, 1)[0]
+    trained = small_model()
+    trained.load_state_dict(read_model(folder))
+    assert loss_of(trained, test) < 0.8 * loss_of(small_model(), test)
+    names = {share["name"] for merged in tape(folder, "merged") for share in merged["shares"]}
+    assert names == {"island-0", "island-1"}
+
+
+def test_what_one_island_has_when_it_leaves_is_what_the_run_has(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model(seed=8)
+    optimizer = adamw(model)
+    learner = join(start_syncer(folder).address, model, optimizer)
+    assert_same(tensors_of(model), tensors_of(small_model()))
+    train_until(lambda: min(versions(folder)) >= 3, model, optimizer)
+    train(model, optimizer, batches(3, 2))
+    learner.leave(timeout_s=30)
+    assert_same(read_model(folder), tensors_of(model), 1e-5)
+
+
+# ---------------------------------------------------------------- loops
+
+
+def test_a_step_is_one_optimizer_step_however_many_backward_passes_it_takes(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    optimizer = adamw(model)
+    with join(start_syncer(folder).address, model, optimizer, tokens_per_step=8) as learner:
+        for pair in pairs(batches(0, 12)):
+            optimizer.zero_grad()
+            for batch in pair:
+                (loss_of(model, batch) / 2).backward()
+            optimizer.step()
+        assert learner.step == 6
+    assert sum(share["tokens"] for share in last_shares(folder)) <= 8 * 6
+
+
+def pairs(items: list[Any]) -> Iterator[list[Any]]:
+    for start in range(0, len(items), 2):
+        yield items[start : start + 2]
+
+
+def last_shares(folder: Path) -> list[dict[str, Any]]:
+    return tape(folder, "merged")[-1]["shares"]
+
+
+def test_a_step_the_grad_scaler_skips_is_not_counted(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    taken = skipped = 0
+    with join(start_syncer(folder).address, model, optimizer) as learner:
+        for number, batch in enumerate(batches(0, 12)):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch)).backward()
+            if number % 3 == 1:
+                next(model.parameters()).grad.view(-1)[0] = float("inf")
+                skipped += 1
+            else:
+                taken += 1
+            scaler.step(optimizer)
+            scaler.update()
+            assert learner.step == taken
+    assert skipped == 4 and taken == 8
+    assert all(bool(tensor.isfinite().all()) for tensor in read_model(folder).values())
+    assert max(share["steps"] for merged in tape(folder, "merged") for share in merged["shares"]) <= taken
+
+
+@pytest.mark.parametrize("first", ["scheduler", "join"])
+def test_a_scheduler_keeps_its_pace(folder: Path, start_syncer, first: str) -> None:
+    skerry.create(folder, small_model(), EXACT)
+    address = start_syncer(folder).address
+    model = small_model()
+    optimizer = sgd(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learner = join(address, model, optimizer) if first == "join" else None
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        learner = learner or join(address, model, optimizer)
+        rates = []
+        for batch in batches(0, 10):
+            train(model, optimizer, [batch])
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+    assert learner.step == 10
+    learner.leave(timeout_s=30)
+    plain = small_model()
+    optimizer = sgd(plain)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    expected = []
+    for batch in batches(0, 10):
+        train(plain, optimizer, [batch])
+        scheduler.step()
+        expected.append(scheduler.get_last_lr()[0])
+    assert rates == expected
+    assert_same(read_model(folder), tensors_of(plain), 1e-5)
+
+
+def test_a_step_that_raises_deadlocks_neither_later_steps_nor_leaving(folder: Path, start_syncer) -> None:
+    class Stumbling(torch.optim.SGD):
+        stumble = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.stumble:
+                raise ArithmeticError("stumbled")
+            return super().step(closure)
+
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    optimizer = Stumbling(model.parameters(), lr=0.01)
+    learner = join(start_syncer(folder).address, model, optimizer)
+    train(model, optimizer, batches(0, 5))
+    for _ in range(2):
+        optimizer.stumble = True
+        with pytest.raises(ArithmeticError):
+            train(model, optimizer, batches(0, 1))
+        optimizer.stumble = False
+        before = learner.step
+        at_least = min(versions(folder)) + 2
+        steps = train_until(lambda n=at_least: min(versions(folder)) >= n, model, optimizer)
+        assert learner.step == before + steps
+    optimizer.stumble = True
+    with pytest.raises(ArithmeticError):
+        train(model, optimizer, batches(0, 1))
+    learner.leave(timeout_s=30)
+    assert_same(read_model(folder), tensors_of(model), 1e-5)
+
+
+def test_several_optimizers_may_step_in_any_rhythm(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    first, second = muon_and_adamw(model)
+    learner = join(start_syncer(folder).address, model, [first, second])
+    loss_of(model, batches(0, 1)[0]).backward()
+    first.step()
+    assert learner.step == 0  # the other one has not stepped
+    second.step()
+    assert learner.step == 1
+    first.step()
+    first.step()  # again before the other: the step before was one of its own
+    assert learner.step == 2
+    second.step()
+    assert learner.step == 3
+    learner.leave(timeout_s=30)
+    assert_same(read_model(folder), tensors_of(model), 1e-5)
+
+
+# ---------------------------------------------------------------- models
+
+
+def test_a_bf16_island_without_progress_gives_exactly_nothing(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    before = read_model(folder)
+    model = small_model(seed=8).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with join(start_syncer(folder).address, model, optimizer):
+        train_until(lambda: min(versions(folder)) >= 2, model, optimizer)
+    # The island holds rounded weights; the run's own are not rounded by that.
+    assert_same(read_model(folder), before)
+    assert_same(tensors_of(model), {name: tensor.to(torch.bfloat16) for name, tensor in before.items()})
+
+
+def test_bf16_parameters_train(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model().to(torch.bfloat16), DECOUPLED)
+    model = small_model(seed=8).to(torch.bfloat16)
+    optimizer = sgd(model)
+    with join(start_syncer(folder).address, model, optimizer):
+        train_until(lambda: min(versions(folder)) >= 4, model, optimizer)
+    found = read_model(folder)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
+    assert_same(found, tensors_of(model), 1e-2)
+    test = batches(9, 1)[0]
+    assert loss_of(model, test) < loss_of(small_model().to(torch.bfloat16), test)
+
+
+class Tied(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(12, 6)
+        self.middle = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embedding(x))))
+
+
+def train_tied(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        tokens = torch.randint(12, (8,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens), (tokens + 1) % 12).backward()
+        optimizer.step()
+
+
+def test_tied_weights_are_exchanged_once_and_stay_tied(folder: Path, start_syncer) -> None:
+    skerry.create(folder, Tied(), EXACT)
+    assert read_identity(folder).layout.numel == 12 * 6 + 6 * 6 + 6
+    model = Tied(seed=1)
+    optimizer = adamw(model)
+    with join(start_syncer(folder).address, model, optimizer):
+        train_tied(model, optimizer, 9)
+        assert model.head.weight is model.embedding.weight
+    plain = Tied()
+    train_tied(plain, adamw(plain), 9)
+    assert_same(read_model(folder), tensors_of(plain), 1e-5)
+    assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
+
+
+def frozen_first_layer(seed: int = 3) -> nn.Module:
+    model = small_model(seed)
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_frozen_parameters_are_the_creators_and_never_move(folder: Path, start_syncer) -> None:
+    skerry.create(folder, frozen_first_layer(), DECOUPLED)
+    model = frozen_first_layer(seed=8)
+    optimizer = adamw(model)
+    with join(start_syncer(folder).address, model, optimizer):
+        assert torch.equal(model[0].weight, frozen_first_layer()[0].weight)
+        train_until(lambda: min(versions(folder)) >= 3, model, optimizer)
+    found = read_model(folder)
+    for name in ("0.weight", "0.bias"):
+        assert torch.equal(model.get_parameter(name), frozen_first_layer().get_parameter(name))
+        assert torch.equal(found[name], frozen_first_layer().get_parameter(name))
+    assert not torch.equal(found["2.weight"], frozen_first_layer()[2].weight)
+
+
+def with_batch_norm(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+
+
+def test_running_statistics_are_averaged_by_their_own_rule(folder: Path, start_syncer) -> None:
+    """Two islands in lock-step, each sees its own data. An outer step with momentum would overshoot the statistics."""
+    sync = SyncConfig(
+        fragments=1, every=2, overlap=0, wait=True, quorum=0, outer_lr=0.5, outer_momentum=0.9, send="fp32", start_with=2
+    )
+    skerry.create(folder, with_batch_norm(), sync)
+    address = start_syncer(folder).address
+    models = [with_batch_norm(), with_batch_norm()]
+
+    def island(index: int) -> None:
+        optimizer = torch.optim.SGD(models[index].parameters(), lr=0.0)
+        learner = join(address, models[index], optimizer, f"island-{index}", tokens_per_step=4)
+        train(models[index], optimizer, batches(index, 4))
+        learner.leave(timeout_s=30)
+
+    together(lambda: island(0), lambda: island(1))
+    # With a learning rate of zero the weights stand still, so the statistics depend on data alone.
+    reference = [with_batch_norm(), with_batch_norm()]
+    for turn in range(2):
+        for index, model in enumerate(reference):
+            for batch in batches(index, 4)[2 * turn : 2 * turn + 2]:
+                loss_of(model, batch)
+        for name in ("running_mean", "running_var"):
+            mean = sum(getattr(model[1], name) for model in reference) / 2
+            for model in reference:
+                getattr(model[1], name).copy_(mean)
+    found = read_model(folder)
+    expected = tensors_of(reference[0])
+    for name in ("1.running_mean", "1.running_var"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+        for model in models:
+            torch.testing.assert_close(model.get_buffer(name), expected[name], rtol=1e-5, atol=1e-6)
+    # How many batches an island has seen is its own business.
+    assert [int(model[1].num_batches_tracked) for model in models] == [4, 4]
+    assert int(found["1.num_batches_tracked"]) == 0
+    assert torch.equal(found["0.weight"], with_batch_norm()[0].weight)
+
+
+def test_batches_tracked_start_from_the_creators_count(folder: Path, start_syncer) -> None:
+    creator = with_batch_norm()
+    for batch in batches(5, 7):
+        loss_of(creator, batch)
+    skerry.create(folder, creator, DECOUPLED)
+    model = with_batch_norm(seed=8)
+    optimizer = sgd(model)
+    with join(start_syncer(folder).address, model, optimizer):
+        assert_same(tensors_of(model), tensors_of(creator))
+        train(model, optimizer, batches(0, 3))
+    assert int(model[1].num_batches_tracked) == 10
+
+
+class Wrapped(nn.Module):
+    """A module with a compiled part."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__()
+        self.inner = small_model(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def compiled_inside(seed: int = 3) -> nn.Module:
+    model = Wrapped(seed)
+    model.inner = torch.compile(model.inner, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "plain, compiled",
+    [
+        (small_model, lambda seed: torch.compile(small_model(seed), backend="eager")),
+        (Wrapped, compiled_inside),
+        (Wrapped, lambda seed: torch.compile(compiled_inside(seed), backend="eager")),
+    ],
+    ids=["whole", "a part", "nested"],
+)
+def test_a_compiled_model_takes_part_under_its_plain_names(folder: Path, start_syncer, plain, compiled) -> None:
+    skerry.create(folder, plain(), EXACT)
+    model = compiled(8)
+    assert [spec.name for spec, _ in model_tensors(model)] == [name for name, _ in plain().named_parameters()]
+    optimizer = adamw(model)
+    with join(start_syncer(folder).address, model, optimizer):
+        train(model, optimizer, batches(0, 6))
+    expected = plain()
+    train(expected, adamw(expected), batches(0, 6))
+    assert_same(read_model(folder), tensors_of(expected), 1e-5)
+
+
+def test_parameters_that_are_not_contiguous_are_read_and_written_in_place(folder: Path, start_syncer) -> None:
+    def transposed(seed: int = 3) -> nn.Module:
+        model = small_model(seed)
+        for layer in (model[0], model[2]):
+            layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+        assert not model[0].weight.is_contiguous()
+        return model
+
+    skerry.create(folder, transposed(), EXACT)
+    assert_same(read_model(folder), tensors_of(small_model()))
+    model = transposed(seed=8)
+    optimizer = adamw(model)
+    where = model[0].weight.data_ptr()
+    with join(start_syncer(folder).address, model, optimizer):
+        train(model, optimizer, batches(0, 9))
+    assert model[0].weight.data_ptr() == where and not model[0].weight.is_contiguous()
+    plain = small_model()
+    train(plain, adamw(plain), batches(0, 9))
+    assert_same(read_model(folder), tensors_of(plain), 1e-5)
+    assert_same(tensors_of(model), tensors_of(plain), 1e-5)
+
+
+# ---------------------------------------------------------------- joining and leaving
+
+
+def test_without_a_syncer_joining_gives_up_after_its_timeout(free_port: int) -> None:
+    model = small_model()
+    before = tensors_of(model)
+    with pytest.raises(WireError, match=f"no syncer answered at 127.0.0.1:{free_port} within 1 s: unavailable"):
+        skerry.join(f"127.0.0.1:{free_port}", model, adamw(model), timeout_s=1.0)
+    assert_same(tensors_of(model), before)
+    assert not skerry_threads()
+
+
+def test_a_syncer_that_comes_late_is_found(folder: Path, start_syncer, free_port: int) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model(seed=8)
+
+    def island() -> None:
+        join(f"127.0.0.1:{free_port}", model, adamw(model)).leave(timeout_s=30)
+
+    def syncer() -> None:
+        poll(lambda: "skerry-link" in skerry_threads(), "the learner to look for its syncer")
+        start_syncer(folder, free_port)
+
+    together(island, syncer)
+    assert_same(tensors_of(model), tensors_of(small_model()))
+
+
+def test_leaving_twice_is_leaving_once_and_the_optimizer_is_free_again(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    syncer = start_syncer(folder)
+    model = small_model()
+    optimizer = adamw(model)
+    learner = join(syncer.address, model, optimizer)
+    train(model, optimizer, batches(0, 5))
+    learner.leave(timeout_s=30)
+    learner.leave(timeout_s=30)
+    assert not skerry_threads()
+    assert learner.finished and learner.failure is None
+    train(model, optimizer, batches(0, 3))
+    assert learner.step == 5
+    # It may come back, under the same name.
+    again = join(syncer.address, model, optimizer)
+    train(model, optimizer, batches(0, 3))
+    again.leave(timeout_s=30)
+    syncer.stop()
+    assert [entry["learner"] for entry in tape(folder, "left")] == ["island-0", "island-0"]
+
+
+def test_the_context_leaves_at_its_end_and_drops_out_on_an_error(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    syncer = start_syncer(folder)
+    model = small_model()
+    optimizer = adamw(model)
+    with join(syncer.address, model, optimizer) as learner:
+        train(model, optimizer, batches(0, 5))
+        assert learner.connected and not learner.finished
+    assert_same(read_model(folder), tensors_of(model), 1e-5)
+    before = sum(versions(folder))
+    with pytest.raises(ArithmeticError), join(syncer.address, model, optimizer):
+        raise ArithmeticError
+    assert not skerry_threads()
+    train(model, optimizer, batches(0, 3))
+    assert sum(versions(folder)) == before
+    syncer.stop()
+    assert len(tape(folder, "left")) == 1 and len(tape(folder, "disconnected")) == 1
+
+
+def test_counted_tokens_are_the_weights_of_a_merge(folder: Path, start_syncer) -> None:
+    sync = SyncConfig(fragments=1, every=4, overlap=0, wait=True, quorum=0, start_with=3, send="fp32")
+    skerry.create(folder, small_model(), sync)
+    syncer = start_syncer(folder)
+
+    def island(index: int, tokens_per_step: int, counted: list[int]) -> None:
+        model = small_model()
+        optimizer = sgd(model)
+        learner = join(syncer.address, model, optimizer, f"island-{index}", tokens_per_step=tokens_per_step)
+        for number, batch in enumerate(batches(index, 4)):
+            for tokens in counted[number : number + 1]:
+                learner.count(tokens - 1)
+                learner.count(1)
+            learner.report(0.5)
+            train(model, optimizer, [batch])
+        assert learner.run_tokens >= 0 and learner.progress == 0.0
+        learner.leave(timeout_s=30)
+
+    together(lambda: island(0, 10, []), lambda: island(1, 1, [5, 7, 9, 11]), lambda: island(2, 10, [100]))
+    shares = {
+        share["name"]: (share["steps"], share["tokens"], share["weight"]) for share in tape(folder, "merged")[0]["shares"]
+    }
+    # The weight is tokens × tokens per step.
+    assert shares == {
+        "island-0": (4, 40, 40 * 10.0),
+        "island-1": (4, 32, 32 * 8.0),
+        "island-2": (4, 130, 130 * 32.5),
+    }
+
+
+def test_a_spent_budget_ends_the_run_and_every_island_is_told(folder: Path, start_syncer) -> None:
+    sync = SyncConfig(fragments=2, every=4, overlap=1, quorum=1, start_with=2, budget_tokens=400)
+    skerry.create(folder, small_model(), sync)
+    syncer = start_syncer(folder)
+
+    def island(index: int) -> float:
+        model = small_model()
+        optimizer = sgd(model)
+        learner = join(syncer.address, model, optimizer, f"island-{index}", tokens_per_step=4)
+        train_until(lambda: learner.finished, model, optimizer, index)
+        learner.leave(timeout_s=30)
+        return learner.progress
+
+    assert together(lambda: island(0), lambda: island(1)) == [1.0, 1.0]
+    assert syncer.wait()
+    assert tape(folder, "ended")[0]["tokens"] >= 400
+
+
+# ---------------------------------------------------------------- the syncer goes away
+
+
+def test_training_goes_on_without_the_syncer_and_merging_when_it_is_back(folder: Path, start_syncer, caplog) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    syncer = start_syncer(folder)
+    model = small_model()
+    optimizer = sgd(model)
+    learner = join(syncer.address, model, optimizer)
+    train_until(lambda: min(versions(folder)) >= 2, model, optimizer)
+    syncer.stop()
+    before = versions(folder)
+    with caplog.at_level(logging.WARNING, "skerry.learner"):
+        poll(lambda: not learner.connected, "the learner to notice")
+    assert "training goes on" in caplog.text
+    at = learner.step
+    weights = tensors_of(model)
+    assert train(model, optimizer, batches(0, 25)) == 25
+    assert learner.step == at + 25 and not learner.connected and learner.failure is None
+    assert any(not torch.equal(weights[name], tensor) for name, tensor in tensors_of(model).items())
+    assert versions(folder) == before
+
+    start_syncer(folder, syncer.port)
+    train_until(lambda: all(now > then for now, then in zip(versions(folder), before, strict=True)), model, optimizer)
+    assert learner.connected
+    learner.leave(timeout_s=30)
+    assert_same(read_model(folder), tensors_of(model), 1e-5)
+
+
+def lock_step_run(folder: Path, start_syncer, sync: SyncConfig, stop_after: int | None, port: int = 0) -> dict[str, Tensor]:
+    """Two islands for 12 steps. The syncer is stopped once that many merges are stored, and started again."""
+    skerry.create(folder, small_model(), sync)
+    syncer = start_syncer(folder, port)
+    done = threading.Event()
+
+    def island(index: int) -> None:
+        model = small_model()
+        optimizer = sgd(model)
+        learner = join(syncer.address, model, optimizer, f"island-{index}", tokens_per_step=2 + index)
+        train(model, optimizer, batches(index, 12))
+        learner.leave(timeout_s=30)
+
+    def islands() -> None:
+        try:
+            together(lambda: island(0), lambda: island(1), timeout_s=40)
+        finally:
+            done.set()
+
+    def interruption() -> None:
+        if stop_after is not None:
+            poll(lambda: done.is_set() or sum(versions(folder)) >= stop_after, "merges")
+            syncer.stop()
+            start_syncer(folder, syncer.port)
+
+    together(islands, interruption)
+    return read_model(folder)
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 3, 4])
+def test_lock_step_with_a_restarted_syncer_equals_an_uninterrupted_run_bit_for_bit(
+    tmp_path: Path, start_syncer, stop_after: int
+) -> None:
+    sync = SyncConfig(fragments=2, every=4, overlap=0, wait=True, quorum=0, start_with=2)
+    expected = lock_step_run(tmp_path / "whole", start_syncer, sync, None)
+    found = lock_step_run(tmp_path / "broken", start_syncer, sync, stop_after)
+    assert len(tape(tmp_path / "broken", "syncer_started")) == 2
+    assert versions(tmp_path / "broken") == versions(tmp_path / "whole")
+    assert_same(found, expected)
+
+
+# ---------------------------------------------------------------- nothing leaks
+
+
+def test_leaving_ends_every_thread_and_task(folder: Path, start_syncer, recwarn, caplog) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    syncer = start_syncer(folder)
+    before = set(threading.enumerate())
+    for turn in range(3):
+        model = small_model()
+        optimizer = adamw(model)
+        learner = join(syncer.address, model, optimizer)
+        train(model, optimizer, batches(0, 5))
+        if turn == 2:
+            learner.detach()
+        else:
+            learner.leave(timeout_s=30)
+        poll(lambda: set(threading.enumerate()) <= before, "threads to end")
+    syncer.stop()
+    del learner
+    gc.collect()
+    assert not [str(w.message) for w in recwarn if issubclass(w.category, (ResourceWarning, RuntimeWarning))]
+    assert "Task was destroyed" not in caplog.text and "never retrieved" not in caplog.text

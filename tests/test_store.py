@@ -1,0 +1,385 @@
+"""The run folder: what is durable when, what a crash may leave behind, and that tensors come back as they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from islands import assert_same, small_model, tape, tensors_of, versions
+from torch import Tensor, nn
+
+import skerry
+from skerry.config import SyncConfig
+from skerry.core.merge import FragmentState
+from skerry.core.messages import Merge, Share
+from skerry.core.standing import Standing
+from skerry.core.tensors import model_tensors
+from skerry.errors import StoreError
+from skerry.syncer import store as stores
+from skerry.syncer.store import RunStore, TapeEntry, create_run, read_identity, read_model, read_standing
+
+SYNC = SyncConfig(fragments=3, every=3)
+
+
+class Various(nn.Module):
+    """Everything a model may hold: tied weights, two float types, buffers of both kinds, frozen parameters, empty ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(11, 6)
+        self.layer = nn.Linear(6, 6).to(torch.bfloat16)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(4, 3, dtype=torch.float64), requires_grad=False)
+        self.frozen_half = nn.Parameter(torch.randn(5).half(), requires_grad=False)
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("large", torch.tensor([2**24 + 1, 2**53 + 1, -(2**62) - 3]))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("average", torch.randn(7))
+        self.register_buffer("scratch", torch.randn(2), persistent=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return skerry.create(tmp_path / "run", small_model(), SYNC)
+
+
+def order(version: int, fragment: int = 0, step: int = 3) -> Merge:
+    return Merge(fragment, version, step, (Share("island-0", version - 1, 3, 30, 300.0),), 0.7, 0.6, 1.0)
+
+
+def commit(store: RunStore, version: int, fragment: int = 0, step: int = 3) -> FragmentState:
+    """The next version: all values moved by one, momentum equal to the version."""
+    state = store.load()[0][fragment]
+    new = FragmentState(state.values + 1, torch.full_like(state.values, float(version)))
+    entry = TapeEntry(float(version), "merged", {"fragment": fragment, "version": version})
+    store.commit(order(version, fragment, step), new, Standing(step, 10 * version, "running", {}), [entry])
+    return new
+
+
+# ---------------------------------------------------------------- creation
+
+
+def test_a_folder_takes_one_run(folder: Path) -> None:
+    before = read_model(folder)
+    with pytest.raises(StoreError, match=f"{folder} already holds a run"):
+        skerry.create(folder, small_model(seed=9), SYNC)
+    assert_same(read_model(folder), before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["2.weight", "4.bias"])
+def test_initial_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float, name: str) -> None:
+    model = small_model()
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[-1] = value
+    with pytest.raises(StoreError, match=f"initial weights must be finite, tensor '{name}' is not"):
+        skerry.create(tmp_path / "run", model, SYNC)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_creation_that_was_cut_short_is_no_run_and_can_be_repeated(tmp_path: Path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    real = stores._write_durably
+    monkeypatch.setattr(stores, "_write_durably", lambda path, data: full() if path.name == "run.json" else real(path, data))
+    with pytest.raises(StoreError, match="cannot create a run in .*: .*No space left on device"):
+        skerry.create(tmp_path / "run", small_model(seed=8), SYNC)
+    with pytest.raises(StoreError, match="holds no run"):
+        RunStore(tmp_path / "run")
+    monkeypatch.undo()
+    skerry.create(tmp_path / "run", small_model(), SYNC)
+    assert_same(read_model(tmp_path / "run"), tensors_of(small_model()))
+    assert [entry["fragments"] for entry in tape(tmp_path / "run", "created")] == [3]
+
+
+def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
+    for ask in (RunStore, read_identity, read_model):
+        with pytest.raises(StoreError, match=f"{tmp_path} holds no run"):
+            ask(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}'])
+def test_a_damaged_run_file_is_named(folder: Path, text: str) -> None:
+    (folder / "run.json").write_text(text)
+    with pytest.raises(StoreError, match=f"{folder}/run.json cannot be read"):
+        RunStore(folder)
+
+
+def test_a_run_of_another_format_is_refused(folder: Path) -> None:
+    text = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(text.replace('"format": 1', '"format": 2'))
+    with pytest.raises(StoreError, match=f"{folder} has run format 2, this Skerry reads 1"):
+        read_identity(folder)
+
+
+def test_the_identity_comes_back(tmp_path: Path) -> None:
+    model = Various()
+    sync = dataclasses.replace(SYNC, outer_lr=0.31, adopt="carry", send="fp32")
+    made = create_run(tmp_path / "run", model_tensors(model), sync, '{"train": {"lr": 0.5}}')
+    read = read_identity(tmp_path / "run")
+    assert read == made
+    assert read.sync == sync and read.job_json == '{"train": {"lr": 0.5}}'
+    assert read.layout.tensors == tuple(spec for spec, _ in model_tensors(model))
+
+
+# ---------------------------------------------------------------- tensors
+
+
+@pytest.mark.parametrize("fragments", [1, 4, 50])
+def test_a_model_comes_back_exactly_and_in_its_own_types(tmp_path: Path, fragments: int) -> None:
+    model = Various()
+    folder = skerry.create(tmp_path / "run", model, dataclasses.replace(SYNC, fragments=fragments))
+    found = read_model(folder)
+    expected = tensors_of(model)
+    assert "head.weight" not in found and "embedding.weight" in found  # tied: once, under the first name
+    assert "scratch" not in found  # not part of the model's state
+    assert_same(found, expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+
+
+def test_integers_beyond_what_floats_hold_survive_a_restart(tmp_path: Path) -> None:
+    folder = skerry.create(tmp_path / "run", Various(), SYNC)
+    store = RunStore(folder)
+    commit(store, 1)
+    store.close()
+    found = read_model(folder)
+    assert found["large"].tolist() == [2**24 + 1, 2**53 + 1, -(2**62) - 3]
+    assert found["frozen"].dtype == torch.float64 and torch.equal(found["frozen"], Various().frozen)
+    assert found["flags"].tolist() == [True, False, True]
+
+
+def test_a_commit_moves_one_fragment_and_nothing_else(folder: Path) -> None:
+    before = read_model(folder)
+    store = RunStore(folder)
+    commit(store, 1, fragment=1)
+    store.close()
+    layout = read_identity(folder).layout
+    moved = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    for piece in layout.fragments[1].pieces:
+        moved[layout.tensors[piece.tensor].name].view(-1)[piece.start : piece.stop] = 1.0
+    assert_same(read_model(folder), {name: before[name] + moved[name] for name in before})
+    assert versions(folder) == [0, 1, 0]
+
+
+# ---------------------------------------------------------------- one process at a time
+
+
+def test_two_syncers_cannot_have_one_folder(folder: Path) -> None:
+    first = RunStore(folder)
+    with pytest.raises(StoreError, match=f"{folder} is in use by another syncer"):
+        RunStore(folder)
+    commit(first, 1)
+    first.close()
+    second = RunStore(folder)
+    commit(second, 2)
+    second.close()
+    assert versions(folder) == [2, 0, 0]
+
+
+def test_a_model_can_be_read_beside_a_running_syncer(folder: Path) -> None:
+    store = RunStore(folder)
+    before = read_model(folder)
+    for version in range(1, 5):
+        commit(store, version)
+        found = read_model(folder)
+        assert max(float((found[name] - before[name]).max()) for name in before) == pytest.approx(version, abs=1e-4)
+        assert read_standing(folder).banked_tokens == 10 * version
+    store.close()
+
+
+def test_only_the_newest_files_stay(folder: Path) -> None:
+    store = RunStore(folder)
+    for version in range(1, 7):
+        commit(store, version)
+    store.close()
+    kept = sorted(path.name for path in (folder / "fragments").iterdir() if path.name.startswith("0000"))
+    assert kept == ["0000-00000005.safetensors", "0000-00000006.safetensors"]
+
+
+# ---------------------------------------------------------------- after a crash
+
+
+def test_leftovers_of_a_crash_are_removed_and_the_newest_committed_version_is_used(folder: Path) -> None:
+    store = RunStore(folder)
+    committed = commit(store, 1)
+    # Written, synced and renamed, but its row never came.
+    stores._write_version(folder, 0, 2, FragmentState(committed.values + 100, committed.momentum))
+    (folder / "fragments" / ".0001-00000001.safetensors.partial").write_bytes(b"half")
+    store.close()
+
+    store = RunStore(folder)
+    states, progress, _ = store.load()
+    assert [found.version for found in progress] == [1, 0, 0]
+    assert torch.equal(states[0].values, committed.values) and torch.equal(states[0].momentum, committed.momentum)
+    assert sorted(path.name for path in (folder / "fragments").iterdir()) == [
+        "0000-00000000.safetensors",
+        "0000-00000001.safetensors",
+        "0001-00000000.safetensors",
+        "0002-00000000.safetensors",
+    ]
+    commit(store, 2)  # the number is free again
+    store.close()
+    assert versions(folder) == [2, 0, 0]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "missing", "other shape"])
+def test_a_damaged_newest_file_is_named(folder: Path, damage: str) -> None:
+    store = RunStore(folder)
+    state = commit(store, 1)
+    store.close()
+    path = folder / "fragments" / "0000-00000001.safetensors"
+    data = bytearray(path.read_bytes())
+    if damage == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "flipped":
+        data[-5] ^= 1
+        path.write_bytes(data)
+    elif damage == "missing":
+        path.unlink()
+    else:
+        stores._write_version(folder, 0, 1, FragmentState(state.values[:-1].clone(), state.momentum[:-1].clone()))
+    store = RunStore(folder)
+    with pytest.raises(StoreError, match=str(path)):
+        store.load()
+    store.close()
+    if damage != "missing":
+        with pytest.raises(StoreError, match=str(path)):
+            read_model(folder)
+
+
+def test_a_commit_that_fails_leaves_the_version_before(folder: Path, monkeypatch) -> None:
+    store = RunStore(folder)
+    first = commit(store, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="version 2 of fragment 0 cannot be stored: .*No space left"):
+        commit(store, 2)
+    monkeypatch.undo()
+    states, progress, standing = store.load()
+    assert progress[0].version == 1 and torch.equal(states[0].values, first.values)
+    assert standing.banked_tokens == 10
+    commit(store, 2)
+    store.close()
+    assert [entry["version"] for entry in tape(folder, "merged")] == [1, 2]
+
+
+def test_a_number_cannot_be_committed_twice(folder: Path) -> None:
+    store = RunStore(folder)
+    commit(store, 1)
+    with pytest.raises(StoreError, match="version 1 of fragment 0 cannot be stored"):
+        commit(store, 1)
+    store.close()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+import torch
+from skerry.core.merge import FragmentState
+from skerry.core.messages import Merge, Share
+from skerry.core.standing import Standing
+from skerry.syncer import store as stores
+
+folder, when = Path(sys.argv[1]), sys.argv[2]
+store = stores.RunStore(folder)
+state = store.load()[0][0]
+if when == "before the file":
+    os.replace = Path.replace = lambda *_: os._exit(7)
+elif when == "before the row":
+    stores.RunStore._save_standing = lambda *_: os._exit(7)
+elif when == "before the row is durable":
+    stores._append = lambda *_: os._exit(7)
+order = Merge(0, 1, 3, (Share("island-0", 0, 3, 30, 300.0),), 0.7, 0.6, 1.0)
+new = FragmentState(state.values + 1, state.momentum + 2)
+store.commit(order, new, Standing(3, 30, "running", {}), [stores.TapeEntry(1.0, "merged", {"version": 1})])
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("when", ["before the file", "before the row", "before the row is durable", "after it returned"])
+def test_a_commit_is_there_after_a_kill_once_it_returned_and_not_before(folder: Path, when: str) -> None:
+    before = read_model(folder)
+    process = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(folder), when], timeout=100, check=False)
+    assert process.returncode == 7
+    there = when == "after it returned"
+    store = RunStore(folder)
+    states, progress, standing = store.load()
+    assert (progress[0].version, standing.step, standing.banked_tokens) == ((1, 3, 30) if there else (0, 0, 0))
+    assert progress[0].merged_base == ({"island-0": 0} if there else {})
+    assert float(states[0].momentum.max()) == (2.0 if there else 0.0)
+    commit(store, 2 if there else 1)
+    store.close()
+    assert len(list((folder / "fragments").iterdir())) == 4
+    after = read_model(folder)
+    assert max(float((after[n] - before[n]).max()) for n in before) == pytest.approx(2.0 if there else 1.0, abs=1e-4)
+
+
+# ---------------------------------------------------------------- the tape
+
+
+def test_the_tape_keeps_the_order_in_which_things_were_decided(folder: Path) -> None:
+    store = RunStore(folder)
+    store.append([TapeEntry(9.0, "joined", {"learner": "a"}), TapeEntry(8.0, "joined", {"learner": "b"})], Standing())
+    commit(store, 1)
+    store.append([], Standing(4))
+    store.append([TapeEntry(1.0, "left", {"learner": "a"})], Standing(5))
+    store.close()
+    store = RunStore(folder)
+    commit(store, 2)
+    found = [(entry.kind, entry.at) for entry in store.tape()]
+    assert found[1:] == [("joined", 9.0), ("joined", 8.0), ("merged", 1.0), ("left", 1.0), ("merged", 2.0)]
+    assert found[0][0] == "created"
+    store.close()
+
+
+def test_standing_and_shares_come_back(folder: Path) -> None:
+    store = RunStore(folder)
+    standing = Standing(12, 340, "closing", {"island-0": ("s", 1, 12, 99), "élan": ("t", 0, 11, 98)})
+    store.append([], standing)
+    store.close()
+    store = RunStore(folder)
+    assert store.load()[2] == standing and read_standing(folder) == standing
+    assert standing.tokens == 340 + 99 + 98
+    store.close()
+
+
+def test_a_restart_knows_whose_progress_was_merged_from_which_base(folder: Path) -> None:
+    store = RunStore(folder)
+    state = store.load()[0][0]
+    for version, name in enumerate(["a", "b", "a", "c"], start=1):
+        merged = dataclasses.replace(order(version), shares=(Share(name, version - 1, 1, 1, 1.0),), step=10 * version)
+        store.commit(merged, state, Standing(), [])
+    store.close()
+    store = RunStore(folder)
+    progress: list = store.load()[1]
+    assert progress[0].merged_base == {"a": 2, "b": 1, "c": 3}
+    assert (progress[0].version, progress[0].merged_step) == (4, 40)
+    store.close()
+
+
+def test_gathering_a_fragment_keeps_its_values(tmp_path: Path) -> None:
+    model = Various()
+    layout = read_identity(skerry.create(tmp_path / "run", model, SYNC)).layout
+    tensors: dict[str, Tensor] = tensors_of(model)
+    for fragment in layout.fragments:
+        flat = stores.gather(layout, fragment, tensors)
+        assert flat.dtype == torch.float32 and flat.shape == (fragment.numel,)
+        parts = [tensors[layout.tensors[p.tensor].name].reshape(-1)[p.start : p.stop].float() for p in fragment.pieces]
+        assert torch.equal(flat, torch.cat(parts))

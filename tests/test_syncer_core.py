@@ -1,0 +1,1214 @@
+"""The syncer's decisions on a clock moved by hand: scenarios first, then random events against what must always hold."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections import Counter
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from skerry.config import BeginConfig, SyncConfig
+from skerry.core.messages import (
+    Action,
+    Announce,
+    Ask,
+    Begin,
+    CloseRequested,
+    Contributed,
+    Disconnected,
+    Ended,
+    Event,
+    Goodbye,
+    Joined,
+    Leaving,
+    Merge,
+    NothingToGive,
+    Ready,
+    Record,
+    Reported,
+    StopTraining,
+    Stored,
+    StoreFailed,
+    Tick,
+    WakeAt,
+    Welcome,
+)
+from skerry.core.standing import FragmentProgress, Standing
+from skerry.core.syncer import RETRY_STORE_S, SyncerCore
+
+A = TypeVar("A")
+SILENCE_S = 10.0
+
+
+def of(kind: type[A], actions: list[Action]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def asked(actions: list[Action]) -> set[tuple[str, int, int]]:
+    return {(ask.name, ask.fragment, ask.step) for ask in of(Ask, actions)}
+
+
+def recorded(actions: list[Action]) -> list[str]:
+    return [record.kind for record in of(Record, actions)]
+
+
+class Run:
+    """A core with its clock, and short words for what learners do."""
+
+    def __init__(self, *, fragments: int = 1, now: float = 0.0, **settings: Any) -> None:
+        settings.setdefault("silence_s", SILENCE_S)
+        settings.setdefault("every", 4)
+        self.sync = SyncConfig(fragments=fragments, **settings)
+        self.count = fragments
+        self.now = now
+        self.core = SyncerCore(self.sync, fragments, now=now)
+
+    def send(self, event: Event) -> list[Action]:
+        return self.core.handle(event, self.now)
+
+    def wait(self, seconds: float) -> list[Action]:
+        self.now += seconds
+        return self.send(Tick())
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(fragment.version for fragment in self.core.fragments)
+
+    def join(self, name: str, session: str = "first", *, step: int = 0, tokens: int = 0, held: Any = ()) -> list[Action]:
+        return self.send(Joined(name, session, step, tokens, tuple(held)))
+
+    def enter(self, *names: str) -> list[Action]:
+        """Join and be ready, one after the other."""
+        actions: list[Action] = []
+        for name in names:
+            actions += self.join(name) + self.send(Ready(name))
+        return actions
+
+    def report(self, name: str, step: int, tokens: int | None = None, step_time_s: float = 0.0) -> list[Action]:
+        return self.send(Reported(name, step, 10 * step if tokens is None else tokens, step_time_s))
+
+    def offer(self, name: str, fragment: int = 0, **changed: Any) -> Contributed:
+        gathering = self.core.fragments[fragment].round
+        step = gathering.step if gathering else 0
+        values = {"step": step, "base": self.core.fragments[fragment].version, "steps": 2, "tokens": 20, **changed}
+        return Contributed(name, fragment, **values)
+
+    def give(self, name: str, fragment: int = 0, **changed: Any) -> list[Action]:
+        actions = self.send(self.offer(name, fragment, **changed))
+        assert "refused" not in recorded(actions), of(Record, actions)
+        return actions
+
+    def nothing(self, name: str, fragment: int = 0) -> list[Action]:
+        gathering = self.core.fragments[fragment].round
+        assert gathering is not None
+        return self.send(NothingToGive(name, fragment, gathering.step))
+
+    def store(self, fragment: int = 0) -> list[Action]:
+        return self.send(Stored(fragment, self.core.fragments[fragment].version + 1))
+
+    def restored(self, *, after_seconds: float = 1.0) -> Run:
+        """A new process that found what the last one wrote; the clock of another process starts anywhere."""
+        standing = Standing.from_json(json.loads(json.dumps(self.core.standing().to_json())))
+        stored = [FragmentProgress(f.version, f.merged_step, dict(f.merged_base)) for f in self.core.fragments]
+        other = copy.copy(self)
+        other.now = self.now + after_seconds
+        other.core = SyncerCore(self.sync, self.count, now=other.now, progress=stored, standing=standing)
+        return other
+
+    def whole_state(self) -> Any:
+        core = self.core
+        return copy.deepcopy((core.fragments, core.learners, core.step, core.phase, core.tokens, core.banked_tokens))
+
+
+def running(*names: str, **settings: Any) -> Run:
+    run = Run(**settings)
+    run.enter(*names)
+    assert run.core.phase == "running"
+    return run
+
+
+# ---------------------------------------------------------------- joining and starting
+
+
+def test_a_learner_is_welcomed_with_a_slot_the_step_and_the_versions_and_begins_when_ready() -> None:
+    run = Run(fragments=3)
+    assert of(Welcome, run.join("a")) == [Welcome("a", 0, 0, False, (0, 0, 0))]
+    assert of(Begin, run.wait(1)) == []
+    assert of(Begin, run.send(Ready("a"))) == [Begin("a", 0)]
+
+
+def test_nobody_starts_before_enough_learners_are_ready() -> None:
+    run = Run(start_with=3)
+    assert of(Begin, run.enter("a", "b")) == []
+    run.join("c")
+    assert run.core.phase == "gathering", "joined is not yet ready"
+    begun = run.send(Ready("c"))
+    assert {begin.name for begin in of(Begin, begun)} == {"a", "b", "c"}
+    assert recorded(begun) == ["began"]
+    assert of(Begin, run.enter("d")) == [Begin("d", 0)], "later ones start at once"
+
+
+def test_a_learner_that_goes_while_the_run_gathers_does_not_count() -> None:
+    run = Run(start_with=2)
+    run.enter("a")
+    run.send(Disconnected("a", "first"))
+    run.enter("b")
+    assert run.core.phase == "gathering"
+    run.join("a", held=(0,))
+    assert run.core.phase == "running"
+
+
+def test_waiting_for_others_is_not_silence_as_long_as_the_learner_is_heard() -> None:
+    run = Run(start_with=2)
+    run.enter("a")
+    for _ in range(5):
+        run.now += SILENCE_S - 1
+        assert recorded(run.report("a", 0)) == []
+    assert run.core.learners["a"].phase == "waiting"
+
+
+def test_a_late_learner_takes_over_the_runs_step_and_the_next_free_slot() -> None:
+    run = running("a", "b", every=50)
+    run.report("a", 30)
+    welcome = of(Welcome, run.join("c"))
+    assert welcome == [Welcome("c", 2, 30, False, (0,))]
+    assert of(Begin, run.send(Ready("c"))) == [Begin("c", 30)]
+
+
+def test_while_a_run_begins_only_so_many_islands_train() -> None:
+    run = Run(start_with=3, every=8, begin=BeginConfig(steps=20, every=8, islands=2))
+    begun = of(Begin, run.enter("a", "b", "c"))
+    assert [begin.name for begin in begun] == ["a", "b"]
+    assert of(Begin, run.report("a", 19)) == []
+    assert of(Begin, run.report("a", 20)) == []  # the step is reached with this very event
+    assert of(Begin, run.report("b", 20)) == [Begin("c", 20)]
+
+
+def test_a_place_that_becomes_free_while_a_run_begins_is_given_on() -> None:
+    run = Run(start_with=2, every=8, begin=BeginConfig(steps=20, every=8, islands=1))
+    run.enter("a", "b")
+    assert run.core.learners["b"].phase == "waiting"
+    run.now += SILENCE_S
+    assert of(Begin, run.report("b", 0)) == [Begin("b", 0)]
+
+
+# ---------------------------------------------------------------- the run's step
+
+
+@pytest.mark.parametrize("quorum, expected", [(1, 30), (2, 20), (3, 10), (9, 10), (0, 10)])
+def test_the_runs_step_is_the_kth_largest(quorum: int, expected: int) -> None:
+    run = running("a", "b", "c", quorum=quorum, every=1000)
+    for name, step in (("a", 10), ("b", 30), ("c", 20)):
+        run.report(name, step)
+    assert run.core.step == expected
+
+
+def test_the_runs_step_never_goes_back() -> None:
+    run = running("a", "b", quorum=1, every=1000)
+    run.report("a", 50)
+    run.send(Disconnected("a", "first"))
+    run.report("b", 7)
+    assert run.core.step == 50
+    run.report("b", 3, tokens=5)
+    assert run.core.learners["b"].step == 7 and run.core.learners["b"].tokens == 70
+
+
+def test_a_jump_opens_each_fragment_once() -> None:
+    run = running("a", fragments=4, every=4)
+    actions = run.report("a", 43)
+    assert sorted(asked(actions)) == [("a", 0, 40), ("a", 1, 41), ("a", 2, 42), ("a", 3, 43)]
+
+
+# ---------------------------------------------------------------- quorum and grace
+
+
+def test_the_round_opens_when_the_fragment_is_due_and_asks_all_who_train() -> None:
+    run = running("a", "b", fragments=2, every=4, quorum=2)
+    assert asked(run.report("a", 4)) == set()
+    assert asked(run.report("b", 4)) == {("a", 0, 4), ("b", 0, 4), ("a", 1, 2), ("b", 1, 2)}
+
+
+def test_all_present_merges_at_once() -> None:
+    run = running("a", "b", quorum=2)
+    run.report("a", 4), run.report("b", 4)
+    assert of(Merge, run.give("a")) == []
+    [merge] = of(Merge, run.give("b", tokens=40))
+    assert (merge.fragment, merge.version, merge.step, merge.presence) == (0, 1, 4, 1.0)
+    assert [(share.name, share.base, share.weight) for share in merge.shares] == [("a", 0, 200.0), ("b", 0, 800.0)]
+    [announce] = of(Announce, run.store())
+    assert announce == Announce(("a", "b"), 0, 1, 4, ("a", "b"))
+
+
+def test_the_quorum_opens_a_grace_window_that_a_late_one_may_use() -> None:
+    run = running("a", "b", "c", quorum=1, overlap=3, grace=0.5)
+    for name in "abc":
+        run.report(name, 3, step_time_s=2.0)
+    run.report("a", 4)
+    run.now = 1.0
+    actions = run.give("a")
+    # One second was spent on gathering; half of what is left of three steps of two seconds is for the others.
+    assert of(Merge, actions) == [] and of(WakeAt, actions) == [WakeAt(1.0 + 0.5 * (3 * 2.0 - 1.0))]
+    run.now = 2.0
+    assert of(Merge, run.give("b")) == []
+    run.now = 3.499
+    assert of(Merge, run.send(Tick())) == []
+    run.now = 3.5
+    [merge] = of(Merge, run.send(Tick()))
+    assert [share.name for share in merge.shares] == ["a", "b"]
+    assert merge.presence == pytest.approx(2 / 3)
+
+
+def test_nothing_is_left_of_the_grace_window_when_exchanges_take_all_their_time() -> None:
+    run = running("a", "b", quorum=1, overlap=1, grace=0.9)
+    for name in "ab":
+        run.report(name, 3, step_time_s=1.0)
+    run.report("a", 4)
+    run.now = 5.0
+    assert len(of(Merge, run.give("a"))) == 1
+
+
+def test_the_time_to_merge_and_store_is_taken_off_the_next_grace_window() -> None:
+    run = running("a", "b", quorum=1, overlap=4, grace=0.5)
+    for name in "ab":
+        run.report(name, 3, step_time_s=1.0)
+    run.report("a", 4), run.give("a"), run.give("b")
+    run.now = 3.0
+    run.store()
+    run.report("a", 8)
+    assert of(WakeAt, run.give("a")) == [WakeAt(3.0 + 0.5 * (4.0 - 3.0))]
+
+
+def test_a_contribution_after_the_merge_was_ordered_is_refused_and_the_next_round_takes_it() -> None:
+    run = running("a", "b", quorum=1, grace=0.0)
+    run.report("a", 4)
+    offer = run.offer("b")
+    assert len(of(Merge, run.give("a"))) == 1
+    assert run.core.why_refused(offer) == "round 4 of fragment 0 is being merged already"
+    assert recorded(run.send(offer)) == ["refused"]
+    run.store()
+    assert run.core.why_refused(offer) == "no round 4 is open for fragment 0"
+    run.report("a", 8)
+    [merge] = of(Merge, run.give("b", base=0))
+    assert [(share.name, share.base) for share in merge.shares] == [("b", 0)]
+
+
+@pytest.mark.parametrize("damp, presence", [(True, 0.25), (False, 1.0)])
+def test_a_lone_contribution_moves_the_model_by_its_share_of_those_asked(damp: bool, presence: float) -> None:
+    run = running("a", "b", "c", "d", quorum=1, grace=0.0, damp_absent=damp)
+    run.report("c", 4)
+    [merge] = of(Merge, run.give("c"))
+    assert merge.presence == presence
+    assert list(run.core.participation) == [0.25]
+
+
+def test_the_outer_settings_of_a_merge_are_those_of_its_round() -> None:
+    begin = BeginConfig(steps=8, every=4, outer_lr=1.0, outer_momentum=0.0)
+    run = running("a", every=8, quorum=1, outer_lr=0.5, outer_momentum=0.8, begin=begin)
+    run.report("a", 4)
+    [early] = of(Merge, run.give("a"))
+    run.store()
+    run.report("a", 8)
+    [late] = of(Merge, run.give("a"))
+    assert (early.outer_lr, early.outer_momentum) == (1.0, 0.0)
+    assert (late.outer_lr, late.outer_momentum) == (0.5, 0.8)
+
+
+def test_one_that_has_nothing_to_give_is_not_waited_for_and_does_not_damp() -> None:
+    run = running("a", "b", quorum=0)
+    run.report("a", 4), run.report("b", 4)
+    assert of(Merge, run.give("a")) == []
+    [merge] = of(Merge, run.nothing("b"))
+    assert [share.name for share in merge.shares] == ["a"] and merge.presence == 1.0
+
+
+def test_a_round_in_which_nobody_has_anything_is_cancelled() -> None:
+    run = running("a", "b")
+    run.report("a", 4)
+    run.nothing("a")
+    assert "cancelled" in recorded(run.nothing("b"))
+    assert run.core.fragments[0].round is None and run.versions == (0,)
+    assert asked(run.report("a", 8)) == {("a", 0, 8), ("b", 0, 8)}
+
+
+def test_an_answer_of_nothing_to_another_round_changes_nothing() -> None:
+    run = running("a", "b")
+    run.report("a", 4)
+    before = run.whole_state()
+    for fragment, step in ((0, 8), (5, 4), (-1, 4)):
+        run.send(NothingToGive("a", fragment, step))
+    assert run.whole_state() == before
+    run.give("a")
+    run.send(NothingToGive("a", 0, 4))
+    gathering = run.core.fragments[0].round
+    assert gathering is None or "a" in gathering.arrived
+
+
+# ---------------------------------------------------------------- due again, stale, once
+
+
+def test_a_fragment_due_again_stays_in_its_round_and_the_silent_ones_are_asked_again() -> None:
+    run = running("a", "b", "c", quorum=2)
+    for name in "abc":
+        run.report(name, 4)
+    run.give("a")
+    again = [run.report(name, 8) for name in "abc"]
+    assert [asked(actions) for actions in again] == [set(), {("b", 0, 4), ("c", 0, 4)}, set()]
+    gathering = run.core.fragments[0].round
+    assert gathering is not None and gathering.step == 4
+    run.give("b")
+    run.store()
+    run.report("a", 12)
+    assert asked(run.report("b", 12)) == {("a", 0, 12), ("b", 0, 12), ("c", 0, 12)}
+
+
+def test_a_fragment_due_while_it_is_being_merged_is_left_until_its_next_turn() -> None:
+    run = running("a", "b", quorum=1, grace=0.0)
+    run.report("a", 4), run.give("a")
+    assert asked(run.report("a", 8)) == set()
+    assert asked(run.store()) == set()
+    assert asked(run.report("a", 12)) == {("a", 0, 12), ("b", 0, 12)}
+
+
+def test_the_same_progress_is_never_asked_for_twice() -> None:
+    run = running("a", "b", quorum=1, grace=0.0, staleness=5)
+    run.report("a", 4), run.give("a"), run.store()
+    bases = {ask.name: ask.min_base for ask in of(Ask, run.report("a", 8))}
+    assert bases == {"a": 1, "b": 0}
+    assert run.core.why_refused(run.offer("a", base=0)) == "stale: base version 0 of fragment 0, the newest is 1"
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_base_may_be_as_many_versions_old_as_is_set(staleness: int) -> None:
+    run = running("a", "b", quorum=1, grace=0.0, staleness=staleness)
+    for turn in range(1, 6):
+        run.report("a", 4 * turn), run.give("a"), run.store()
+    run.report("a", 24)
+    assert run.core.why_refused(run.offer("b", base=5 - staleness)) is None
+    assert str(run.core.why_refused(run.offer("b", base=4 - staleness))).startswith("stale")
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"fragment": 7}, "there is no fragment 7"),
+    ({"fragment": -1}, "there is no fragment -1"),
+    ({"name": "nobody"}, "nobody is not in the run"),
+    ({"name": "gone"}, "gone is not in the run"),
+    ({"name": "new"}, "new is not in the run"),
+    ({"step": 8}, "no round 8 is open for fragment 0"),
+    ({"fragment": 1}, "no round 4 is open for fragment 1"),
+    ({"name": "b"}, "duplicate: b has answered round 4 of fragment 0"),
+    ({"name": "late"}, "late was not asked for fragment 0 in round 4"),
+    ({"base": 1}, "base version 1 of fragment 0 does not exist; the newest is 0"),
+    ({"base": -1}, "stale: base version -1 of fragment 0, the newest is 0"),
+    ({"steps": 0}, "steps and tokens must be >= 1, got 0 and 20"),
+    ({"tokens": 0}, "steps and tokens must be >= 1, got 2 and 0"),
+    ({"tokens": -5}, "steps and tokens must be >= 1, got 2 and -5"),
+]
+
+
+@pytest.mark.parametrize("changed, reason", REFUSALS)
+def test_a_contribution_that_does_not_fit_is_refused_with_the_reason_and_changes_nothing(
+    changed: dict[str, Any], reason: str
+) -> None:
+    run = running("a", "b", "gone", fragments=2, every=8, quorum=3, begin=BeginConfig(steps=100, every=8))
+    run.send(Disconnected("gone", "first"))
+    run.core._open(0, run.now, 4, [])  # one fragment only, so that the other has no round
+    run.give("b")
+    run.join("new")
+    run.enter("late")
+    before = run.whole_state()
+    offer = dataclasses.replace(Contributed("a", 0, 4, 0, 2, 20), **changed)
+    assert run.core.why_refused(offer) == reason
+    [record] = of(Record, run.send(offer))
+    assert record.kind == "refused" and record.data["reason"] == reason
+    assert run.whole_state() == before
+    assert run.core.why_refused(Contributed("a", 0, 4, 0, 2, 20)) is None
+
+
+# ---------------------------------------------------------------- learners that go and come
+
+
+def test_a_learner_lost_in_the_middle_of_a_round_is_not_waited_for() -> None:
+    run = running("a", "b", "c", quorum=3)
+    for name in "abc":
+        run.report(name, 4)
+    run.give("a"), run.give("b")
+    [merge] = of(Merge, run.send(Disconnected("c", "first")))
+    assert [share.name for share in merge.shares] == ["a", "b"] and merge.presence == 1.0
+
+
+def test_a_contribution_counts_though_its_learner_was_lost_after_giving_it() -> None:
+    run = running("a", "b", quorum=2)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a")
+    assert of(Merge, run.send(Disconnected("a", "first"))) == []
+    [merge] = of(Merge, run.give("b"))
+    assert [share.name for share in merge.shares] == ["a", "b"]
+    [announce] = of(Announce, run.store())
+    assert announce.names == ("b",) and announce.contributors == ("a", "b")
+
+
+def test_when_all_who_were_asked_are_lost_the_round_is_given_up() -> None:
+    run = running("a", "b")
+    run.report("a", 4)
+    run.send(Disconnected("a", "first"))
+    assert "cancelled" in recorded(run.send(Disconnected("b", "first")))
+    assert run.core.fragments[0].round is None
+
+
+def test_a_silent_learner_is_given_up_but_may_come_back() -> None:
+    run = running("a", "b", quorum=2)
+    run.report("a", 4), run.report("b", 4)
+    run.now = 8.0
+    run.give("a")
+    run.now = SILENCE_S
+    actions = run.send(Tick())
+    assert of(Goodbye, actions) == [Goodbye("b", "silent", final=False)]
+    assert [share.name for share in of(Merge, actions)[0].shares] == ["a"]
+    run.store()
+    back = run.join("b", step=5, tokens=50, held=(0,))
+    assert of(Welcome, back) == [Welcome("b", 1, 4, True, (1,))]
+    assert of(Begin, back) == [Begin("b", 5)]
+    assert run.core.learners["b"].phase == "training"
+
+
+def test_every_message_of_a_learner_that_is_heard_puts_off_its_silence() -> None:
+    run = running("a", "b")
+    run.report("a", 4)
+    for _ in range(4):
+        run.now += SILENCE_S - 0.5
+        run.report("a", 4), run.report("b", 1)
+    run.now += SILENCE_S - 0.5
+    run.give("a"), run.report("b", 1)
+    run.now += SILENCE_S - 0.5
+    run.send(Tick())
+    assert {learner.phase for learner in run.core.learners.values()} == {"training"}
+
+
+def test_a_jump_of_the_clock_loses_learners_but_not_the_run() -> None:
+    run = running("a", "b", quorum=2)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a")
+    actions = run.wait(100_000.0)
+    assert {goodbye.name for goodbye in of(Goodbye, actions)} == {"a", "b"}
+    [merge] = of(Merge, actions)
+    assert [share.name for share in merge.shares] == ["a"]
+    run.store()
+    run.join("a", step=6, tokens=60, held=(0,)), run.join("b", step=6, tokens=60, held=(0,))
+    run.report("a", 8)
+    assert asked(run.report("b", 8)) == {("a", 0, 8), ("b", 0, 8)}
+
+
+def test_lock_step_waits_for_one_that_is_away_until_it_counts_as_silent_and_not_longer() -> None:
+    run = running("a", "b", quorum=0, wait=True, overlap=1)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a")
+    run.now = 3.0
+    assert of(Merge, run.send(Disconnected("b", "first"))) == []
+    run.now = 3.0 + SILENCE_S - 0.01
+    actions = run.report("a", 5)
+    assert of(Merge, actions) == [] and of(WakeAt, actions) == [WakeAt(3.0 + SILENCE_S)]
+    run.now = 3.0 + SILENCE_S
+    actions = run.send(Tick())
+    assert "lost" in recorded(actions)
+    [merge] = of(Merge, actions)
+    assert [share.name for share in merge.shares] == ["a"] and merge.presence == 1.0
+
+
+def test_lock_step_asks_one_that_is_away_as_well() -> None:
+    run = running("a", "b", quorum=0, wait=True, overlap=1)
+    run.report("b", 4)
+    run.send(Disconnected("b", "first"))
+    assert asked(run.report("a", 4)) == {("a", 0, 4), ("b", 0, 4)}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_reconnect_of_the_same_process_gets_its_open_question_again(told: bool) -> None:
+    """`told`: whether the end of the old stream was noticed before the new one began."""
+    run = running("a", "b", quorum=0, wait=True, overlap=1)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a")
+    if told:
+        run.send(Disconnected("b", "first"))
+    actions = run.join("b", step=5, tokens=50, held=(0,))
+    assert of(Welcome, actions) == [Welcome("b", 1, 4, True, (0,))]
+    assert of(Goodbye, actions) == []
+    assert of(Ask, actions) == [Ask("b", 0, 4, 0)]
+    assert len(of(Merge, run.give("b"))) == 1
+
+
+def test_a_reconnect_is_not_asked_for_what_it_has_given_already() -> None:
+    run = running("a", "b", quorum=0, wait=True, overlap=1)
+    run.report("a", 4), run.report("b", 4)
+    run.give("b")
+    run.send(Disconnected("b", "first"))
+    assert of(Ask, run.join("b", step=5, tokens=50, held=(0,))) == []
+
+
+def test_a_stream_that_ends_after_its_process_was_replaced_is_nobodys_loss() -> None:
+    run = running("a", "b")
+    run.join("a", "second")
+    run.send(Ready("a"))
+    before = run.whole_state()
+    run.send(Disconnected("a", "first"))
+    assert run.whole_state() == before
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_restarted_process_takes_its_place_and_what_the_old_one_was_asked_for_is_void(wait: bool) -> None:
+    run = running("a", "b", quorum=0, wait=wait, overlap=1, every=4)
+    run.report("a", 4, tokens=400), run.report("b", 4, tokens=300)
+    assert run.core.tokens == 700
+    offer = run.offer("b")
+    actions = run.join("b", "second")
+    assert of(Goodbye, actions) == [Goodbye("b", "another process joined as b")]
+    assert of(Welcome, actions) == [Welcome("b", 1, 4, False, (0,))]
+    assert of(Ask, actions) == []
+    assert (run.core.tokens, run.core.banked_tokens) == (700, 300)
+    assert run.core.why_refused(offer) == "b is not in the run"
+    assert of(Begin, run.send(Ready("b"))) == [Begin("b", 4)]
+    assert run.core.why_refused(offer) == "b was not asked for fragment 0 in round 4"
+    [merge] = of(Merge, run.give("a"))
+    assert [share.name for share in merge.shares] == ["a"]
+    run.report("b", 5, tokens=50)
+    assert run.core.tokens == 750
+
+
+def test_what_the_old_process_had_given_still_counts() -> None:
+    run = running("a", "b", quorum=2)
+    run.report("a", 4), run.report("b", 4)
+    run.give("b")
+    run.join("b", "second"), run.send(Ready("b"))
+    [merge] = of(Merge, run.give("a"))
+    assert [share.name for share in merge.shares] == ["a", "b"]
+
+
+def test_versions_from_another_future_are_not_resumed() -> None:
+    run = running("a", fragments=2)
+    for held in ((1, 0), (0,), (0, 0, 0), (0, -1)):
+        [welcome] = of(Welcome, run.join("a", held=held, step=3, tokens=30))
+        assert not welcome.resumed
+        assert run.core.learners["a"].phase == "waiting"
+    run.send(Ready("a"))
+    assert run.core.learners["a"].phase == "training"
+
+
+# ---------------------------------------------------------------- storing
+
+
+def test_a_merge_that_could_not_be_stored_is_tried_again_with_all_it_had() -> None:
+    run = running("a", "b", "c", quorum=2, grace=0.0)
+    for name in "abc":
+        run.report(name, 4)
+    run.give("a")
+    [first] = of(Merge, run.give("b"))
+    failed = run.send(StoreFailed(0, "disk full"))
+    assert of(Announce, failed) == [] and of(Merge, failed) == [] and run.versions == (0,)
+    assert recorded(failed) == ["merge_failed"]
+    assert of(WakeAt, failed) == [WakeAt(RETRY_STORE_S)]
+    assert of(Merge, run.wait(RETRY_STORE_S / 2)) == []
+    run.send(Disconnected("a", "first"))
+    [second] = of(Merge, run.wait(RETRY_STORE_S / 2))
+    assert second == first
+    run.send(StoreFailed(0, "disk still full"))
+    run.give("c")
+    [third] = of(Merge, run.wait(RETRY_STORE_S))
+    assert [share.name for share in third.shares] == ["a", "b", "c"] and third.version == 1
+    [announce] = of(Announce, run.store())
+    assert announce.contributors == ("a", "b", "c") and run.versions == (1,)
+
+
+def test_a_version_is_announced_when_it_is_stored_and_not_before() -> None:
+    run = running("a", "b", quorum=2)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a")
+    assert of(Announce, run.give("b")) == []
+    assert of(Announce, run.wait(5)) == []
+    run.join("c")
+    [announce] = of(Announce, run.store())
+    assert announce.names == ("a", "b", "c"), "one that waits for its start needs the newest version as well"
+
+
+# ---------------------------------------------------------------- a new syncer process
+
+
+def test_a_restored_run_goes_on_where_it_was() -> None:
+    run = running("a", "b", fragments=2, quorum=2, every=4)
+    for turn in (4, 8):
+        run.report("a", turn), run.report("b", turn)
+        for fragment in (0, 1):
+            run.give("a", fragment), run.give("b", fragment), run.store(fragment)
+    again = run.restored()
+    assert (again.core.step, again.core.phase, again.core.tokens) == (8, "running", run.core.tokens)
+    assert again.core.standing() == run.core.standing()
+    [welcome] = of(Welcome, again.join("a", step=9, tokens=90, held=(2, 2)))
+    assert welcome == Welcome("a", 0, 8, True, (2, 2))
+    again.join("b", step=9, tokens=90, held=(2, 2))
+    again.report("a", 12)
+    assert {(name, step) for name, _, step in asked(again.report("b", 12))} == {("a", 12), ("b", 12), ("a", 10), ("b", 10)}
+
+
+def test_after_a_crash_between_store_and_announcement_nothing_is_counted_twice() -> None:
+    run = running("a", "b", quorum=2, staleness=3)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a"), run.give("b")
+    run.store()  # the process dies before any learner hears of it
+    again = run.restored()
+    actions = again.join("a", step=5, tokens=50, held=(0,)) + again.join("b", step=5, tokens=50, held=(0,))
+    assert [welcome.versions for welcome in of(Welcome, actions)] == [(1,), (1,)]
+    assert of(Ask, actions) == [], "the round was merged"
+    again.report("a", 8)
+    asks = of(Ask, again.report("b", 8))
+    assert {(ask.name, ask.min_base) for ask in asks} == {("a", 1), ("b", 1)}
+    assert str(again.core.why_refused(again.offer("a", base=0))).startswith("stale")
+
+
+def test_after_a_crash_before_a_merge_was_stored_its_round_is_opened_again() -> None:
+    run = running("a", "b", quorum=2)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a"), run.give("b")
+    run.report("a", 5), run.report("b", 5)
+    again = run.restored()
+    assert again.versions == (0,)
+    again.join("a", step=6, tokens=60, held=(0,))
+    actions = again.join("b", step=6, tokens=60, held=(0,)) + again.report("a", 7)
+    opened = again.core.fragments[0].round
+    assert opened is not None and opened.step == 4, asked(actions)
+
+
+def test_in_lock_step_a_restored_run_waits_for_the_learners_it_knew() -> None:
+    run = running("a", "b", quorum=0, wait=True, overlap=1)
+    run.report("a", 4), run.report("b", 4)
+    again = run.restored()
+    again.join("a", step=5, tokens=50, held=(0,))
+    assert of(Merge, again.give("a")) == []
+    actions = again.join("b", step=5, tokens=50, held=(0,))
+    assert ("b", 0, 4) in asked(actions)
+    [merge] = of(Merge, again.give("b"))
+    assert len(merge.shares) == 2
+
+
+def test_learners_a_restored_run_does_not_see_again_are_given_up() -> None:
+    run = running("a", "b", quorum=0, wait=True, overlap=1)
+    run.report("a", 4), run.report("b", 4)
+    again = run.restored()
+    again.join("a", step=5, tokens=50, held=(0,))
+    again.give("a")
+    again.now += SILENCE_S - 0.5
+    again.report("a", 5)
+    [merge] = of(Merge, again.wait(0.5))
+    assert [share.name for share in merge.shares] == ["a"]
+    assert again.core.tokens == run.core.tokens + 10, "the tokens of the lost one stay counted"
+
+
+def test_a_learner_the_restored_run_has_never_seen_may_keep_its_progress() -> None:
+    """It joined after the last write of the old process, so its name is in no record."""
+    run = running("a")
+    again = run.restored()
+    actions = again.join("late", "own", step=3, tokens=30, held=(0,))
+    assert of(Welcome, actions)[0].resumed and of(Begin, actions) == [Begin("late", 3)]
+    assert again.core.tokens == run.core.tokens + 30
+
+
+def test_standing_comes_back_from_json_unchanged() -> None:
+    standing = Standing(7, 100, "closing", {"a": ("x", 0, 7, 50), "b": ("y", 3, 6, 25)})
+    assert Standing.from_json(json.loads(json.dumps(standing.to_json()))) == standing
+    assert standing.tokens == 175
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_the_budget_closes_the_run_everyone_is_asked_once_more_and_then_it_ends() -> None:
+    run = running("a", "b", fragments=2, every=50, quorum=1, budget_tokens=100)
+    assert of(StopTraining, run.report("a", 6)) == []
+    closing = run.report("b", 4)
+    assert {stop.name for stop in of(StopTraining, closing)} == {"a", "b"}
+    assert asked(closing) == {(name, fragment, 7) for name in "ab" for fragment in (0, 1)}
+    assert run.core.phase == "closing"
+    run.give("a", 0), run.give("a", 1), run.give("b", 0)
+    assert run.core.fragments[0].round is not None and run.core.fragments[0].round.merging_since is not None
+    run.store(0)
+    [merge] = of(Merge, run.nothing("b", 1))
+    assert [share.name for share in merge.shares] == ["a"]
+    actions = run.store(1)
+    assert of(Announce, actions) and of(Ended, actions) == [Ended()]
+    assert {goodbye.name for goodbye in of(Goodbye, actions)} == {"a", "b"}
+    assert run.core.phase == "ended" and run.versions == (1, 1)
+
+
+def test_in_the_last_round_the_slower_one_is_waited_for_but_not_beyond_silence() -> None:
+    run = running("a", "b", every=50, quorum=1, grace=0.0, budget_tokens=10)
+    run.report("a", 6)
+    run.now = 2.0
+    assert of(Merge, run.give("a")) == []
+    run.now = 9.0
+    run.report("b", 1)
+    assert of(Merge, run.wait(2.9)) == []
+    [merge] = of(Merge, run.wait(0.1))
+    assert [share.name for share in merge.shares] == ["a"]
+
+
+def test_the_last_round_of_a_fragment_comes_after_the_one_that_is_open() -> None:
+    run = running("a", "b", every=4, quorum=2, budget_tokens=100)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a")
+    assert asked(run.report("b", 7, tokens=70)) == set()
+    assert run.core.phase == "closing"
+    run.give("b")
+    actions = run.store()
+    assert of(Ended, actions) == []
+    assert {(ask.name, ask.step, ask.min_base) for ask in of(Ask, actions)} == {("a", 5, 1), ("b", 5, 1)}
+    run.nothing("a")
+    assert of(Ended, run.nothing("b")) == [Ended()]
+
+
+def test_a_run_that_is_spent_ends_though_nobody_is_left() -> None:
+    run = running("a", fragments=3, budget_tokens=100)
+    run.report("a", 1, tokens=99)
+    run.send(Disconnected("a", "first"))
+    run.now += SILENCE_S
+    run.send(Tick())
+    assert run.core.phase == "running"
+    assert of(Ended, run.send(CloseRequested())) == [Ended()]
+
+
+def test_a_closing_run_waits_for_the_lost_until_they_count_as_silent_and_then_ends() -> None:
+    run = running("a", "b", fragments=2, every=50, budget_tokens=50)
+    run.report("a", 6)
+    assert run.core.phase == "closing"
+    run.send(Disconnected("a", "first"))
+    run.send(Disconnected("b", "first"))
+    run.now = SILENCE_S - 0.1
+    back = run.join("b", step=6, tokens=60, held=(0, 0))
+    assert asked(back) == {("b", 0, 7), ("b", 1, 7)}
+    run.nothing("b", 0), run.nothing("b", 1)
+    assert run.core.phase == "closing"
+    assert of(Ended, run.wait(0.1)) == [Ended()]
+
+
+def test_a_run_restored_while_it_closes_hears_those_it_knew() -> None:
+    run = running("a", "b", every=50, budget_tokens=50)
+    run.report("a", 6), run.report("b", 6)
+    again = run.restored()
+    assert again.core.phase == "closing"
+    assert of(Ended, again.join("a", step=7, tokens=70, held=(0,))) == []
+    assert ("b", 0, 7) in asked(again.join("b", step=7, tokens=70, held=(0,)))
+    again.give("a")
+    [merge] = of(Merge, again.give("b"))
+    assert [share.name for share in merge.shares] == ["a", "b"]
+
+
+def test_a_closing_run_ends_when_all_fall_silent() -> None:
+    run = running("a", "b", fragments=2, every=50, budget_tokens=50, quorum=0, wait=True)
+    run.report("a", 6)
+    assert of(Ended, run.wait(SILENCE_S)) == [Ended()]
+
+
+def test_a_run_can_be_closed_before_it_has_begun() -> None:
+    run = Run(start_with=3)
+    run.enter("a")
+    actions = run.send(CloseRequested())
+    assert of(Goodbye, actions) == [Goodbye("a", "the run is over")] and of(Ended, actions) == [Ended()]
+
+
+def test_closing_is_asked_for_once() -> None:
+    run = running("a", every=50)
+    run.report("a", 2)
+    first, second = run.send(CloseRequested()), run.send(CloseRequested())
+    assert len(of(StopTraining, first)) == 1 and of(StopTraining, second) == [] and of(Ask, second) == []
+
+
+def test_who_comes_back_while_the_run_closes_is_told_to_stop_and_strangers_are_turned_away() -> None:
+    run = running("a", "b", every=50, quorum=0, wait=True, budget_tokens=50)
+    run.send(Disconnected("b", "first"))
+    run.report("a", 6)
+    actions = run.join("b", step=5, tokens=10, held=(0,))
+    assert of(StopTraining, actions) == [StopTraining("b")] and asked(actions) == {("b", 0, run.core.step + 1)}
+    assert of(Goodbye, run.join("stranger")) == [Goodbye("stranger", "the run is over")]
+    run.give("a")
+    run.give("b")
+    assert of(Ended, run.store()) == [Ended()]
+
+
+def test_after_the_end_everyone_is_turned_away() -> None:
+    run = running("a")
+    run.send(CloseRequested())
+    run.nothing("a")
+    assert run.core.phase == "ended"
+    for session, held in (("first", (0,)), ("second", ())):
+        assert of(Goodbye, run.join("a", session, held=held)) == [Goodbye("a", "the run is over")]
+    assert run.restored().core.phase == "ended"
+
+
+# ---------------------------------------------------------------- leaving
+
+
+def test_a_leaving_learner_is_asked_for_everything_and_then_let_go() -> None:
+    run = running("a", "b", fragments=2, every=50, quorum=1, grace=0.0)
+    run.report("a", 5), run.report("b", 5)
+    actions = run.send(Leaving("a"))
+    assert asked(actions) == {(name, fragment, 5) for name in "ab" for fragment in (0, 1)}
+    for fragment in (0, 1):
+        run.give("a", fragment)
+        assert len(of(Merge, run.give("b", fragment))) == 1
+    assert of(Goodbye, run.store(0)) == []
+    last = run.store(1)
+    assert of(Goodbye, last) == [Goodbye("a", "left")]
+    assert of(Announce, last)[0].names == ("a", "b")
+    assert run.core.learners["a"].phase == "gone" and run.core.phase == "running"
+    assert run.core.tokens == 100, "its tokens stay counted"
+
+
+def test_a_leaving_learner_with_nothing_to_give_goes_at_once() -> None:
+    run = running("a", fragments=2)
+    run.send(Leaving("a"))
+    run.nothing("a", 0)
+    assert of(Goodbye, run.nothing("a", 1)) == [Goodbye("a", "left")]
+
+
+def test_one_that_never_began_may_just_go() -> None:
+    run = Run(start_with=2)
+    run.enter("a")
+    assert of(Goodbye, run.send(Leaving("a"))) == [Goodbye("a", "left")]
+    run.enter("b")
+    assert run.core.phase == "gathering"
+    assert of(Goodbye, run.send(Leaving("unknown"))) == [Goodbye("unknown", "left")]
+
+
+def test_after_all_have_left_a_new_one_takes_the_run_up() -> None:
+    run = running("a")
+    run.send(Leaving("a")), run.nothing("a")
+    assert run.core.learners["a"].phase == "gone"
+    [welcome] = of(Welcome, run.join("b"))
+    assert welcome.slot == 0
+    assert of(Begin, run.send(Ready("b"))) == [Begin("b", 0)]
+
+
+# ---------------------------------------------------------------- anything in any order
+
+
+NAMES = ("ann", "bob", "cid", "dan")
+
+
+@dataclasses.dataclass
+class Peer:
+    """The other end of a learner's stream, keeping the promises the server makes to the core."""
+
+    session: int = 0
+    connected: bool = False
+    held: list[int] | None = None
+    step: int = 0
+    tokens: int = 0
+    questions: dict[int, Ask] = dataclasses.field(default_factory=dict)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    @initialize(
+        fragments=st.integers(1, 3),
+        every=st.integers(2, 4),
+        quorum=st.integers(0, 3),
+        wait=st.booleans(),
+        staleness=st.integers(0, 2),
+        start_with=st.integers(1, 2),
+        islands=st.integers(0, 2),
+        budget=st.sampled_from([0, 0, 600]),
+        present=st.integers(0, len(NAMES)),
+    )
+    def begin(self, fragments: int, every: int, quorum: int, wait: bool, staleness: int, start_with: int, islands: int,
+              budget: int, present: int) -> None:  # fmt: skip
+        self.sync = SyncConfig(
+            fragments=fragments, every=every, overlap=1, quorum=quorum, wait=wait, staleness=staleness, grace=0.5,
+            start_with=start_with, budget_tokens=budget, silence_s=SILENCE_S,
+            begin=BeginConfig(steps=6 if islands else 0, every=1, islands=islands),
+        )  # fmt: skip
+        self.core = SyncerCore(self.sync, fragments)
+        self.now = 0.0
+        self.peers = {name: Peer() for name in NAMES}
+        self.ordered: dict[int, Merge] = {}
+        self.asked: dict[int, set[tuple[int, str]]] = {index: set() for index in range(fragments)}
+        self.merged: Counter[tuple[str, int, int]] = Counter()
+        self.last = self._measures()
+        self.durable = self._durable()
+        self.wake: float | None = None
+        for name in NAMES[:present]:
+            self._start(name)
+            self._fetch(name)
+
+    # ---- plumbing
+
+    def _measures(self) -> tuple[int, int, int, list[int]]:
+        order = ["gathering", "running", "closing", "ended"]
+        versions = [fragment.version for fragment in self.core.fragments]
+        return self.core.tokens, self.core.step, order.index(self.core.phase), versions
+
+    def _durable(self) -> tuple[Standing, list[FragmentProgress]]:
+        stored = [FragmentProgress(f.version, f.merged_step, dict(f.merged_base)) for f in self.core.fragments]
+        return self.core.standing(), stored
+
+    def apply(self, event: Event) -> list[Action]:
+        stored = event.fragment if isinstance(event, Stored) else None
+        actions = self.core.handle(event, self.now)
+        for action in actions:
+            self._seen(action, stored)
+        wakes = of(WakeAt, actions)
+        assert len(wakes) <= 1
+        self.wake = wakes[0].at if wakes else None
+        assert self.wake is None or self.wake >= self.now
+        tokens, step, phase, versions = self._measures()
+        assert tokens >= self.last[0], "tokens never decrease"
+        assert step >= self.last[1] and phase >= self.last[2]
+        for index, (before, after) in enumerate(zip(self.last[3], versions, strict=True)):
+            assert after == before + (index == stored), "versions go up one by one, and only when stored"
+        self.last = (tokens, step, phase, versions)
+        return actions
+
+    def _seen(self, action: Action, stored: int | None) -> None:
+        if isinstance(action, Goodbye):
+            self.peers[action.name].connected = False
+            self.peers[action.name].questions.clear()
+        elif isinstance(action, Ask):
+            assert self.core.phase != "ended"
+            self.asked[action.fragment].add((action.step, action.name))
+            if self.peers[action.name].connected:
+                self.peers[action.name].questions[action.fragment] = action
+        elif isinstance(action, Announce):
+            assert action.fragment == stored, "only what is stored is announced"
+        elif isinstance(action, Merge):
+            assert self.core.phase != "ended" and action.fragment not in self.ordered
+            assert action.version == self.core.fragments[action.fragment].version + 1
+            assert action.shares and 0 < action.presence <= 1
+            for share in action.shares:
+                assert (action.step, share.name) in self.asked[action.fragment], "only those who were asked are merged"
+                assert share.weight > 0 and share.base < action.version
+            self.ordered[action.fragment] = action
+
+    def _count(self, order: Merge) -> None:
+        for share in order.shares:
+            self.merged[share.name, order.fragment, share.base] += 1
+        self.asked[order.fragment].clear()
+
+    def connected(self) -> list[str]:
+        return [name for name, peer in self.peers.items() if peer.connected]
+
+    def some(self, data: st.DataObject, names: list[str]) -> str:
+        return data.draw(st.sampled_from(names))
+
+    # ---- what learners do
+
+    @rule(name=st.sampled_from(NAMES))
+    def start_a_process(self, name: str) -> None:
+        self._start(name)
+
+    def _start(self, name: str) -> None:
+        self.peers[name] = Peer(self.peers[name].session + 1)
+        actions = self.core.handle(Joined(name, str(self.peers[name].session), 0, 0, ()), self.now)
+        self._joined(name, actions)
+
+    @precondition(lambda self: any(peer.session and not peer.connected for peer in self.peers.values()))
+    @rule(data=st.data())
+    def reconnect(self, data: st.DataObject) -> None:
+        name = self.some(data, [name for name, peer in self.peers.items() if peer.session and not peer.connected])
+        peer = self.peers[name]
+        peer.questions.clear()
+        joined = Joined(name, str(peer.session), peer.step, peer.tokens, tuple(peer.held or ()))
+        self._joined(name, self.core.handle(joined, self.now))
+
+    def _joined(self, name: str, actions: list[Action]) -> None:
+        """The new stream counts from the welcome on; a goodbye before it is for the old one."""
+        place = next(i for i, action in enumerate(actions) if isinstance(action, Welcome))
+        for action in actions[:place]:
+            self._seen(action, None)
+        self.peers[name].connected = True
+        for action in actions[place:]:
+            self._seen(action, None)
+        self.apply(Tick())
+
+    @precondition(lambda self: self.connected())
+    @rule(data=st.data())
+    def fetch_everything(self, data: st.DataObject) -> None:
+        self._fetch(self.some(data, self.connected()))
+
+    def _fetch(self, name: str) -> None:
+        self.peers[name].held = [fragment.version for fragment in self.core.fragments]
+        self.apply(Ready(name))
+
+    def trainable(self) -> list[str]:
+        return [name for name in self.connected() if self.core.learners[name].phase == "training"]
+
+    @precondition(lambda self: self.trainable())
+    @rule(data=st.data(), steps=st.integers(1, 6))
+    def one_trains(self, data: st.DataObject, steps: int) -> None:
+        self._train(self.some(data, self.trainable()), steps)
+
+    @precondition(lambda self: self.trainable())
+    @rule(steps=st.integers(1, 4))
+    def all_train(self, steps: int) -> None:
+        for name in self.trainable():
+            if self.peers[name].connected:
+                self._train(name, steps)
+
+    def _train(self, name: str, steps: int) -> None:
+        peer = self.peers[name]
+        peer.step = max(peer.step, self.core.learners[name].step) + steps
+        peer.tokens += 10 * steps
+        self.apply(Reported(name, peer.step, peer.tokens, 0.5))
+
+    @precondition(lambda self: any(self.peers[name].questions for name in self.connected()))
+    @rule(data=st.data(), behind=st.integers(0, 2))
+    def answer(self, data: st.DataObject, behind: int) -> None:
+        name = self.some(data, [name for name in self.connected() if self.peers[name].questions])
+        self._answer(name, data.draw(st.sampled_from(sorted(self.peers[name].questions))), behind)
+
+    @precondition(lambda self: any(self.peers[name].questions for name in self.connected()))
+    @rule(skip=st.sampled_from(["", *NAMES]))
+    def all_answer(self, skip: str) -> None:
+        for name, peer in self.peers.items():
+            for index in sorted(peer.questions) if name != skip else []:
+                if index in peer.questions:
+                    self._answer(name, index, 0)
+
+    def _answer(self, name: str, index: int, behind: int) -> None:
+        question = self.peers[name].questions.pop(index)
+        base = max(self.core.fragments[index].version - behind, 0)
+        offer = Contributed(name, index, question.step, base, 2, 20)
+        if base < question.min_base:
+            assert self.core.why_refused(offer) is not None, "what was not asked for is not taken"
+        self.apply(offer)
+
+    @precondition(lambda self: any(self.peers[name].questions for name in self.connected()))
+    @rule(data=st.data())
+    def answer_with_nothing(self, data: st.DataObject) -> None:
+        name = self.some(data, [name for name in self.connected() if self.peers[name].questions])
+        index = data.draw(st.sampled_from(sorted(self.peers[name].questions)))
+        self.apply(NothingToGive(name, index, self.peers[name].questions.pop(index).step))
+
+    @rule(name=st.sampled_from((*NAMES, "eve")), fragment=st.integers(-1, 4), step=st.integers(0, 12), base=st.integers(-1, 4))
+    def offer_anything(self, name: str, fragment: int, step: int, base: int) -> None:
+        offer = Contributed(name, fragment, step, base, 1, 10)
+        refused = self.core.why_refused(offer) is not None
+        assert ("refused" in recorded(self.apply(offer))) == refused
+
+    @precondition(lambda self: len(self.connected()) > 2)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self.apply(Leaving(self.some(data, self.connected())))
+
+    @precondition(lambda self: self.connected())
+    @rule(data=st.data())
+    def lose_the_stream(self, data: st.DataObject) -> None:
+        name = self.some(data, self.connected())
+        self.peers[name].connected = False
+        self.peers[name].questions.clear()
+        self.apply(Disconnected(name, str(self.peers[name].session)))
+
+    # ---- what the store, the clock and the operator do
+
+    @precondition(lambda self: self.ordered)
+    @rule(data=st.data(), works=st.integers(0, 3))
+    def store(self, data: st.DataObject, works: int) -> None:
+        index = data.draw(st.sampled_from(sorted(self.ordered)))
+        order = self.ordered.pop(index)
+        if not works:
+            self.apply(StoreFailed(index, "no space"))
+            return
+        self._count(order)
+        self.apply(Stored(index, order.version))
+        self.durable = self._durable()
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 4.0, SILENCE_S + 1]))
+    def time_passes(self, seconds: float) -> None:
+        end = self.now + seconds
+        # Everything the core asked to be woken for happens on the way, as it would with a real timer.
+        for _ in range(200):
+            if self.wake is None or self.wake > end:
+                break
+            self.now = max(self.now, self.wake) + 1e-6  # a timer never fires early, and mostly a little late
+            self.apply(Tick())
+        else:
+            raise AssertionError("the core keeps asking to be woken without getting anywhere")
+        self.now = end
+        self.apply(Tick())
+
+    @precondition(lambda self: self.core.step > 12)
+    @rule()
+    def close(self) -> None:
+        self.apply(CloseRequested())
+
+    @precondition(lambda self: self.core.step > 4)
+    @rule(durable=st.booleans())
+    def crash_and_restore(self, durable: bool) -> None:
+        """`durable`: whether a merge in flight became durable before the process died."""
+        standing, stored = self.durable
+        stored = copy.deepcopy(stored)
+        if durable and self.ordered:
+            index, order = min(self.ordered.items())
+            stored[index].version = order.version
+            stored[index].merged_step = order.step
+            stored[index].merged_base.update({share.name: share.base for share in order.shares})
+            self._count(order)
+        self.ordered.clear()
+        for names in self.asked.values():
+            names.clear()
+        for peer in self.peers.values():
+            peer.connected = False
+            peer.questions.clear()
+        self.now += 1.0
+        self.core = SyncerCore(self.sync, len(stored), now=self.now, progress=copy.deepcopy(stored), standing=standing)
+        self.durable = (standing, stored)
+        self.last = self._measures()
+        self.wake = None
+
+    # ---- what must hold after each
+
+    @invariant()
+    def progress_from_one_base_is_merged_at_most_once(self) -> None:
+        assert all(times == 1 for times in self.merged.values())
+
+    @invariant()
+    def no_round_waits_for_nobody(self) -> None:
+        waits = self.sync.wait or self.core.phase == "closing"
+        waited_for = {"training", "leaving"} | ({"away"} if waits else set())
+        for fragment in self.core.fragments:
+            gathering = fragment.round
+            if gathering is None or gathering.merging_since is not None or self.now < gathering.not_before:
+                continue
+            missing = gathering.asked - set(gathering.arrived)
+            assert missing, "all have answered, and still it is open"
+            assert {self.core.learners[name].phase for name in missing} <= waited_for
+            assert gathering.deadline is None or self.now < gathering.deadline
+
+    @invariant()
+    def an_ended_run_has_no_open_rounds(self) -> None:
+        if self.core.phase == "ended":
+            assert all(fragment.round is None for fragment in self.core.fragments)
+
+    @invariant()
+    def merges_in_flight_are_those_ordered(self) -> None:
+        merging = {i for i, f in enumerate(self.core.fragments) if f.round and f.round.merging_since is not None}
+        assert merging == set(self.ordered)
+
+    def teardown(self) -> None:
+        """Left alone, every round comes to an end."""
+        if not hasattr(self, "core"):
+            return
+        for _ in range(3 * len(self.core.fragments)):
+            self.now += SILENCE_S
+            self.apply(Tick())
+            for index in list(self.ordered):
+                order = self.ordered.pop(index)
+                self._count(order)
+                self.apply(Stored(index, order.version))
+        assert all(fragment.round is None for fragment in self.core.fragments)
+        self.progress_from_one_base_is_merged_at_most_once()
+        if self.core.phase == "closing":
+            raise AssertionError("a closing run without learners must end")
+
+
+AnyOrder.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+test_whatever_happens_in_whatever_order_the_rules_hold = AnyOrder.TestCase

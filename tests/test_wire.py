@@ -1,0 +1,662 @@
+"""What the syncer takes from the network and what it refuses, asked with bare gRPC calls over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from islands import DEADLINE_S, RawLearner, assert_same, small_model, tape, versions
+from torch import nn
+
+import skerry
+from skerry.config import SyncConfig
+from skerry.core import codec as codecs
+from skerry.errors import ConfigError, JoinRefused, WireError
+from skerry.syncer.server import run_syncer
+from skerry.syncer.store import RunStore, read_identity, read_model
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import CHUNK_BYTES, Assembly, cut
+from skerry.wire.client import describe, describe_job
+from skerry.wire.connection import PROTOCOL, bind, open_channel, split_address
+
+FRAGMENTS = 2
+SYNC = SyncConfig(fragments=FRAGMENTS, every=1, overlap=0, quorum=1, outer_lr=1.0, outer_momentum=0.0)
+
+Scenario = Callable[[RawLearner], Awaitable[Any]]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return skerry.create(tmp_path / "run", small_model(), SYNC)
+
+
+def play(address: str, scenario: Scenario, model: nn.Module | None = None, **identity: str) -> Any:
+    """A scenario with one bare learner that has a connection and has not said anything."""
+
+    async def main() -> Any:
+        async with RawLearner(address, model or small_model(), FRAGMENTS, **identity) as raw:
+            return await scenario(raw)
+
+    return asyncio.run(main())
+
+
+# ---------------------------------------------------------------- hello
+
+
+async def refusal_of(raw: RawLearner, hello: pb.Hello) -> str:
+    raw.send(hello=hello)
+    reason = (await raw.receive("refusal", "welcome")).refusal.reason
+    await raw.receive_end()
+    return reason
+
+
+def test_another_protocol_version_is_refused_and_both_versions_named(run_folder: Path, start_syncer) -> None:
+    syncer = start_syncer(run_folder)
+    reason = play(syncer.address, lambda raw: refusal_of(raw, raw.hello(protocol=PROTOCOL + 1)))
+    assert reason == f"protocol mismatch: the syncer speaks version {PROTOCOL}, this learner {PROTOCOL + 1}"
+    syncer.stop()
+    assert [entry["reason"] for entry in tape(run_folder, "refused")] == [reason]
+    assert tape(run_folder, "refused")[0]["learner"] == "raw"
+
+
+@pytest.mark.parametrize("first", [{"ready": pb.Ready()}, {"report": pb.Report(step=1)}, {}], ids=["ready", "report", "empty"])
+def test_a_first_message_that_is_no_hello_is_refused(run_folder: Path, start_syncer, first: dict[str, Any]) -> None:
+    async def scenario(raw: RawLearner) -> str:
+        raw.send(**first)
+        reason = (await raw.receive("refusal")).refusal.reason
+        await raw.receive_end()
+        return reason
+
+    assert play(start_syncer(run_folder).address, scenario) == "the first message must be a hello"
+
+
+def test_a_stream_that_ends_without_a_word_is_refused(run_folder: Path, start_syncer) -> None:
+    async def scenario(raw: RawLearner) -> str:
+        raw.stop_sending()
+        return (await raw.receive("refusal")).refusal.reason
+
+    assert play(start_syncer(run_folder).address, scenario) == "the first message must be a hello"
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"name": ""}, "needs a name"),
+        ({"name": "x" * 201}, "needs a name of at most 200 characters"),
+        ({"session": ""}, "and a session"),
+        ({"run_id": "0123"}, "the learner belongs to 0123"),
+    ],
+    ids=["no name", "long name", "no session", "other run"],
+)
+def test_a_hello_without_a_proper_identity_is_refused(run_folder: Path, start_syncer, changes, reason: str) -> None:
+    assert reason in play(start_syncer(run_folder).address, lambda raw: refusal_of(raw, raw.hello(**changes)))
+
+
+class Odd(nn.Module):
+    """A model with something of every kind: an embedding, a matrix, a vector, a frozen parameter and both kinds of buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, 4)
+        self.layer = nn.Linear(4, 4)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+def without(tensors: list[pb.Tensor], name: str) -> list[pb.Tensor]:
+    return [t for t in tensors if t.name != name]
+
+
+def changed(tensors: list[pb.Tensor], name: str, **changes: Any) -> list[pb.Tensor]:
+    values = {t.name: {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "rule": t.rule} for t in tensors}
+    values[name].update(changes)
+    return [pb.Tensor(**v) for v in values.values()]
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda t: without(t, "layer.bias"), "the run has tensor 'layer.bias' [4], this learner has not"),
+        (
+            lambda t: [*t, pb.Tensor(name="more", shape=[2], dtype="float32", rule="radial")],
+            "this learner has tensor 'more' [2]",
+        ),
+        (lambda t: changed(t, "layer.weight", shape=[4, 5]), "'layer.weight' is [4, 4] in the run and [4, 5] here"),
+        (lambda t: changed(t, "layer.weight", shape=[16]), "'layer.weight' is [4, 4] in the run and [16] here"),
+        (lambda t: changed(t, "embedding.weight", rule="radial"), "'embedding.weight' is 'mean' in the run and 'radial' here"),
+        (lambda t: changed(t, "frozen", rule="radial"), "'frozen' is 'fixed' in the run and 'radial' here"),
+        (lambda t: changed(t, "count", dtype="float32"), "'count' is int64 in the run and float32 here"),
+        (lambda t: changed(t, "mean", dtype="int64"), "'mean' is float32 in the run and int64 here"),
+        (lambda t: [t[1], t[0], *t[2:]], "tensor 0 is 'frozen' in the run and 'embedding.weight' here"),
+        (lambda t: [], "the run has tensor 'frozen' [3], this learner has not"),
+    ],
+    ids=["missing", "extra", "shape", "rank", "rule", "thawed", "float for int", "int for float", "order", "none at all"],
+)
+def test_another_model_is_refused_and_the_first_difference_named(tmp_path: Path, start_syncer, change, reason: str) -> None:
+    folder = skerry.create(tmp_path / "run", Odd(), SYNC)
+    syncer = start_syncer(folder)
+
+    async def scenario(raw: RawLearner) -> str:
+        return await refusal_of(raw, raw.hello(tensors=change(list(raw.hello().tensors))))
+
+    refused = play(syncer.address, scenario, Odd())
+    assert refused.startswith("model mismatch: ") and reason in refused and "\n" not in refused
+
+    async def as_it_is(raw: RawLearner) -> None:
+        await raw.join()
+
+    play(syncer.address, as_it_is, Odd())
+    syncer.stop()
+    assert tape(folder, "refused") == [{"learner": "raw", "reason": refused}]
+
+
+def test_an_island_may_train_in_another_float_type(tmp_path: Path, start_syncer) -> None:
+    folder = skerry.create(tmp_path / "run", Odd(), SYNC)
+
+    async def scenario(raw: RawLearner) -> bool:
+        tensors = list(raw.hello().tensors)
+        for tensor in tensors:
+            if tensor.dtype == "float32":
+                tensor.dtype = "bfloat16"
+        raw.send(hello=raw.hello(tensors=tensors))
+        return (await raw.receive("welcome", "refusal")).HasField("welcome")
+
+    assert play(start_syncer(folder).address, scenario, Odd())
+
+
+# ---------------------------------------------------------------- uploads
+
+
+BadUpload = Callable[[RawLearner, pb.Ask], Awaitable[pb.UploadReply]]
+
+
+def with_header(**changes: Any) -> BadUpload:
+    return lambda raw, ask: raw.give(ask, **changes)
+
+
+def with_parts(make: Callable[[pb.UploadHeader, bytes], list[pb.UploadHeader | bytes]]) -> BadUpload:
+    return lambda raw, ask: raw.upload(*make(*raw.contribution(ask)))
+
+
+def with_values(value: float) -> BadUpload:
+    def upload(raw: RawLearner, ask: pb.Ask) -> Awaitable[pb.UploadReply]:
+        delta = torch.zeros(raw.layout.fragments[ask.fragment].numel)
+        delta[-1] = value
+        return raw.give(ask, delta)
+
+    return upload
+
+
+BAD_UPLOADS: dict[str, tuple[BadUpload, str]] = {
+    "truncated": (with_parts(lambda header, data: [header, data[:-3]]), "truncated: "),
+    "only a header": (with_parts(lambda header, data: [header]), "truncated: 0 bytes arrived"),
+    "oversized": (with_parts(lambda header, data: [header, data, b"x"]), "oversized: "),
+    "large chunk": (with_parts(lambda header, data: [header, bytes(CHUNK_BYTES + 1)]), "larger than the limit"),
+    "flipped bit": (with_parts(lambda header, data: [header, bytes([data[0] ^ 1]) + data[1:]]), "checksum mismatch"),
+    "wrong checksum": (with_header(checksum=1), "checksum mismatch: declared 00000001"),
+    "other codec": (with_header(codec="fp32"), "contributions are bf16, got 'fp32'"),
+    "unknown codec": (with_header(codec="zip"), "contributions are bf16, got 'zip'"),
+    "declared too small": (with_header(size_bytes=2), "2 declared"),
+    "declared huge": (with_header(size_bytes=1 << 60), f"{1 << 60} declared"),
+    "no such round": (with_header(step=99), "no round 99 is open"),
+    "future base": (with_header(base=7), "base version 7 of fragment 0 does not exist"),
+    "unknown fragment": (with_header(fragment=77), "there is no fragment 77"),
+    "the fixed part": (with_header(fragment=FRAGMENTS), f"there is no fragment {FRAGMENTS}"),
+    "other session": (with_header(session="another"), "'raw' is not connected with this session"),
+    "other name": (with_header(name="somebody"), "'somebody' is not connected with this session"),
+    "no steps": (with_header(steps=0), "steps and tokens must be >= 1"),
+    "no tokens": (with_header(tokens=0), "steps and tokens must be >= 1"),
+    "NaN": (with_values(float("nan")), "not finite"),
+    "infinite": (with_values(float("-inf")), "not finite"),
+    "chunk first": (with_parts(lambda header, data: [data, header]), "must start with its header"),
+    "second header": (with_parts(lambda header, data: [header, data, header]), "a second header"),
+    "empty": (with_parts(lambda header, data: []), "an empty upload"),
+}
+
+
+@pytest.mark.parametrize("bad, reason", BAD_UPLOADS.values(), ids=BAD_UPLOADS)
+def test_a_bad_upload_is_refused_and_changes_nothing(run_folder: Path, start_syncer, bad: BadUpload, reason: str) -> None:
+    syncer = start_syncer(run_folder)
+    before = read_model(run_folder)
+
+    async def scenario(raw: RawLearner) -> None:
+        await raw.join()
+        ask = await raw.next_ask()
+        reply = await asyncio.wait_for(bad(raw, ask), DEADLINE_S)
+        assert not reply.accepted
+        assert reason in reply.reason and "\n" not in reply.reason
+        assert versions(run_folder) == [0] * FRAGMENTS
+        assert_same(read_model(run_folder), before)
+        header, data = await raw.download(ask.fragment, 0)
+        assert len(data) == header.size_bytes
+        # The same question is still open, and a proper answer is taken.
+        assert (await raw.give(ask)).accepted
+        announced = (await raw.receive("announce")).announce
+        assert (announced.fragment, announced.version, announced.includes_yours) == (ask.fragment, 1, True)
+
+    play(syncer.address, scenario)
+    syncer.stop()
+    [refused] = tape(run_folder, "refused")
+    assert reason in refused["reason"]
+
+
+def test_an_upload_larger_than_any_message_may_be_is_cut_off(run_folder: Path, start_syncer) -> None:
+    async def scenario(raw: RawLearner) -> None:
+        await raw.join()
+        ask = await raw.next_ask()
+        header, _ = raw.contribution(ask)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await raw.upload(header, bytes(5 << 20))
+        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await raw.give(ask)).accepted
+
+    play(start_syncer(run_folder).address, scenario)
+
+
+def test_an_upload_its_sender_abandons_leaves_the_question_open(run_folder: Path, start_syncer) -> None:
+    async def scenario(raw: RawLearner) -> None:
+        await raw.join()
+        ask = await raw.next_ask()
+        header, data = raw.contribution(ask)
+        half_sent = asyncio.Event()
+
+        async def half() -> AsyncIterator[pb.UploadPart]:
+            yield pb.UploadPart(header=header)
+            yield pb.UploadPart(chunk=data[: len(data) // 2])
+            half_sent.set()
+            await asyncio.Event().wait()
+
+        call = raw.bulk.upload(half())
+        await asyncio.wait_for(half_sent.wait(), DEADLINE_S)
+        call.cancel()
+        assert (await raw.give(ask)).accepted
+        await raw.receive("announce")
+
+    play(start_syncer(run_folder).address, scenario)
+
+
+@pytest.fixture
+def pair_folder(tmp_path: Path) -> Path:
+    """A run whose merges need both of two learners."""
+    sync = SyncConfig(fragments=FRAGMENTS, every=1, overlap=0, quorum=2, start_with=2, outer_lr=1.0, outer_momentum=0.0)
+    return skerry.create(tmp_path / "pair", small_model(), sync)
+
+
+def play_pair(address: str, scenario: Callable[[RawLearner, RawLearner], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        async with (
+            RawLearner(address, small_model(), FRAGMENTS, name="left") as left,
+            RawLearner(address, small_model(), FRAGMENTS, name="right", session="other") as right,
+        ):
+            await asyncio.gather(left.join(), right.join())
+            return await scenario(left, right)
+
+    return asyncio.run(main())
+
+
+async def both_asked(left: RawLearner, right: RawLearner, step: int, fragment: int = 0) -> tuple[pb.Ask, pb.Ask]:
+    asks = []
+    for raw in (left, right):
+        raw.report(step)
+    for raw in (left, right):
+        while (ask := (await raw.receive("ask")).ask).fragment != fragment or ask.step != step:
+            pass
+        asks.append(ask)
+    return asks[0], asks[1]
+
+
+def test_a_second_answer_to_the_same_question_is_a_duplicate_and_counts_once(pair_folder: Path, start_syncer) -> None:
+    syncer = start_syncer(pair_folder)
+
+    async def scenario(left: RawLearner, right: RawLearner) -> None:
+        ask, other = await both_asked(left, right, 1)
+        numel = left.layout.fragments[0].numel
+        assert (await left.give(ask, torch.full((numel,), 0.5))).accepted
+        again = await left.give(ask, torch.full((numel,), 64.0))
+        assert not again.accepted and again.reason == "duplicate: left has answered round 1 of fragment 0"
+        before = read_model(pair_folder)
+        assert (await right.give(other, torch.full((numel,), 0.5))).accepted
+        await left.receive("announce")
+        after = read_model(pair_folder)
+        moved = max(float((before[name] - after[name]).abs().max()) for name in before)
+        assert moved == pytest.approx(0.5)
+
+    play_pair(syncer.address, scenario)
+    syncer.stop()
+    [merged] = tape(pair_folder, "merged")
+    assert [share["name"] for share in merged["shares"]] == ["left", "right"]
+    assert [refused["reason"] for refused in tape(pair_folder, "refused")] == [
+        "duplicate: left has answered round 1 of fragment 0"
+    ]
+
+
+def test_progress_from_a_base_that_was_merged_already_is_stale(run_folder: Path, start_syncer) -> None:
+    syncer = start_syncer(run_folder)
+
+    async def scenario(raw: RawLearner) -> None:
+        await raw.join()
+        ask = await raw.next_ask()
+        assert (await raw.give(ask)).accepted
+        await raw.receive("announce")
+        raw.report(2)
+        while (again := (await raw.receive("ask")).ask).fragment != ask.fragment:
+            pass
+        assert again.min_base == 1
+        before = read_model(run_folder)
+        stale = await raw.give(again, base=0)
+        assert not stale.accepted and stale.reason == f"stale: base version 0 of fragment {ask.fragment}, the newest is 1"
+        assert_same(read_model(run_folder), before)
+        assert (await raw.give(again)).accepted
+        assert (await raw.receive("announce")).announce.version == 2
+
+    play(syncer.address, scenario)
+
+
+def test_a_learner_that_was_not_asked_is_not_merged(run_folder: Path, start_syncer) -> None:
+    syncer = start_syncer(run_folder)
+
+    async def scenario(raw: RawLearner) -> None:
+        await raw.join()
+        ask = await raw.next_ask()
+        async with RawLearner(syncer.address, small_model(), FRAGMENTS, name="late", session="other") as late:
+            await late.join()
+            reply = await late.give(ask)
+            assert not reply.accepted
+            assert reply.reason == f"late was not asked for fragment {ask.fragment} in round {ask.step}"
+        assert (await raw.give(ask)).accepted
+        await raw.receive("announce")
+
+    play(syncer.address, scenario)
+    syncer.stop()
+    assert all(share["name"] == "raw" for merged in tape(run_folder, "merged") for share in merged["shares"])
+
+
+def test_a_learner_that_has_not_begun_cannot_contribute(tmp_path: Path, start_syncer) -> None:
+    folder = skerry.create(tmp_path / "run", small_model(), SyncConfig(fragments=FRAGMENTS, every=1, start_with=2, overlap=0))
+
+    async def scenario(raw: RawLearner) -> str:
+        raw.send(hello=raw.hello())
+        await raw.receive("welcome")
+        return (await raw.give(pb.Ask(fragment=0, step=1))).reason
+
+    assert play(start_syncer(folder).address, scenario) == "raw is not in the run"
+
+
+def test_control_messages_flow_while_a_large_upload_is_half_sent(tmp_path: Path, start_syncer) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(1024, 2048)  # 4 MiB in bf16, so the upload is several chunks
+    folder = skerry.create(tmp_path / "run", model, SyncConfig(fragments=1, every=1, overlap=0, outer_lr=1.0))
+    syncer = start_syncer(folder)
+
+    async def main() -> None:
+        async with RawLearner(syncer.address, model, 1) as raw:
+            await raw.join()
+            ask = await raw.next_ask()
+            header, data = raw.contribution(ask)
+            half_sent, go_on = asyncio.Event(), asyncio.Event()
+
+            async def parts() -> AsyncIterator[pb.UploadPart]:
+                yield pb.UploadPart(header=header)
+                for number, chunk in enumerate(cut(memoryview(data))):
+                    if number == 2:
+                        half_sent.set()
+                        await go_on.wait()
+                    yield pb.UploadPart(chunk=chunk)
+
+            upload = asyncio.ensure_future(raw.bulk.upload(parts()))
+            await asyncio.wait_for(half_sent.wait(), DEADLINE_S)
+            for step in range(2, 12):
+                raw.report(step)
+                # The fragment is due at every step, so each report brings the open question once more.
+                assert (await raw.receive("ask")).ask == ask
+            while (await raw.receive("progress")).progress.run_tokens < 110:
+                pass
+            assert not upload.done()
+            go_on.set()
+            assert (await asyncio.wait_for(upload, DEADLINE_S)).accepted
+            assert (await raw.receive("announce")).announce.version == 1
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------- downloads
+
+
+def test_downloads_hold_the_published_bytes(run_folder: Path, start_syncer) -> None:
+    async def scenario(raw: RawLearner) -> dict[int, torch.Tensor]:
+        await raw.join()
+        found = {}
+        for fragment in range(FRAGMENTS):
+            header, data = await raw.download(fragment, 0)
+            assert (header.codec, header.size_bytes) == ("fp32", len(data))
+            assert header.checksum == codecs.checksum(data)
+            found[fragment] = codecs.codec("fp32").decode(memoryview(data), len(data) // 4)
+        return found
+
+    found = play(start_syncer(run_folder).address, scenario)
+    model = dict(small_model().named_parameters())
+    layout = read_identity(run_folder).layout
+    for fragment, values in found.items():
+        pieces = layout.fragments[fragment].pieces
+        expected = [model[layout.tensors[p.tensor].name].detach().reshape(-1)[p.start : p.stop] for p in pieces]
+        assert torch.equal(values, torch.cat(expected))
+
+
+@pytest.mark.parametrize(
+    "fragment, version, changes, code, details",
+    [
+        (FRAGMENTS + 1, 0, {}, grpc.StatusCode.OUT_OF_RANGE, f"there is no fragment {FRAGMENTS + 1}"),
+        (4_000_000_000, 0, {}, grpc.StatusCode.OUT_OF_RANGE, "there is no fragment 4000000000"),
+        (0, 5, {}, grpc.StatusCode.NOT_FOUND, "fragment 0 is at version 0, not 5"),
+        (0, 0, {"session": "another"}, grpc.StatusCode.FAILED_PRECONDITION, "'raw' is not connected"),
+        (0, 0, {"name": "somebody"}, grpc.StatusCode.FAILED_PRECONDITION, "'somebody' is not connected"),
+    ],
+)
+def test_a_download_that_cannot_be_says_why(run_folder: Path, start_syncer, fragment, version, changes, code, details) -> None:
+    async def scenario(raw: RawLearner) -> grpc.aio.AioRpcError:
+        await raw.join()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await raw.download(fragment, version, **changes)
+        await raw.download(0, 0)
+        return error.value
+
+    error = play(start_syncer(run_folder).address, scenario)
+    assert (error.code(), error.details()) == (code, details)
+
+
+def test_a_download_before_hello_is_refused(run_folder: Path, start_syncer) -> None:
+    async def scenario(raw: RawLearner) -> grpc.StatusCode:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await raw.download(0, 0)
+        return error.value.code()
+
+    assert play(start_syncer(run_folder).address, scenario) == grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_a_superseded_version_is_not_handed_out(run_folder: Path, start_syncer) -> None:
+    async def scenario(raw: RawLearner) -> None:
+        await raw.join()
+        ask = await raw.next_ask()
+        assert (await raw.give(ask)).accepted
+        await raw.receive("announce")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await raw.download(ask.fragment, 0)
+        assert error.value.code() == grpc.StatusCode.NOT_FOUND
+        assert error.value.details() == f"fragment {ask.fragment} is at version 1, not 0"
+        await raw.download(ask.fragment, 1)
+
+    play(start_syncer(run_folder).address, scenario)
+
+
+# ---------------------------------------------------------------- who is connected
+
+
+def test_a_second_process_of_the_same_name_takes_over(run_folder: Path, start_syncer) -> None:
+    syncer = start_syncer(run_folder)
+
+    async def scenario(raw: RawLearner) -> None:
+        first = await raw.join()
+        ask = await raw.next_ask()
+        async with RawLearner(syncer.address, small_model(), FRAGMENTS, session="second") as new:
+            second = await new.join()
+            goodbye = (await raw.receive("goodbye")).goodbye
+            assert goodbye.final and goodbye.reason == "another process joined as raw"
+            await raw.receive_end()
+            assert (second.slot, second.resumed) == (first.slot, False)
+            # What the first one was asked for is void, and it can neither give nor take any more.
+            assert "not connected with this session" in (await raw.give(ask)).reason
+            with pytest.raises(grpc.aio.AioRpcError):
+                await raw.download(0, 0)
+            assert (await new.give(await new.next_ask())).accepted
+
+    play(syncer.address, scenario)
+
+
+def test_the_same_process_may_connect_again_and_keeps_its_progress(run_folder: Path, start_syncer) -> None:
+    syncer = start_syncer(run_folder)
+
+    async def scenario(raw: RawLearner) -> None:
+        first = await raw.join()
+        await raw.next_ask()
+        async with RawLearner(syncer.address, small_model(), FRAGMENTS) as again:
+            again.send(hello=again.hello(step=1, tokens=10, held=[0] * FRAGMENTS, run_id=first.run_id))
+            welcome = (await again.receive("welcome")).welcome
+            assert welcome.resumed and welcome.slot == first.slot and welcome.step == 1 and welcome.run_tokens == 10
+            assert (await again.receive("begin")).begin.step == 1
+            await raw.receive_end()
+            assert (await again.give((await again.receive("ask")).ask)).accepted
+
+    play(syncer.address, scenario)
+
+
+def test_an_unexpected_message_is_written_down_and_the_stream_goes_on(run_folder: Path, start_syncer) -> None:
+    syncer = start_syncer(run_folder)
+
+    async def scenario(raw: RawLearner) -> None:
+        await raw.join()
+        raw.send(hello=raw.hello())
+        raw.send()
+        raw.send(nothing=pb.NothingToGive(fragment=4_000_000_000, step=1))
+        assert (await raw.give(await raw.next_ask())).accepted
+
+    play(syncer.address, scenario)
+    syncer.stop()
+    assert [r["reason"] for r in tape(run_folder, "refused")] == ["unexpected hello message", "unexpected empty message"]
+
+
+def test_the_run_describes_itself(run_folder: Path, start_syncer) -> None:
+    syncer = start_syncer(run_folder)
+    description = describe(syncer.address, None, timeout_s=10)
+    assert description.protocol == PROTOCOL
+    assert description.run_id == read_identity(run_folder).run_id
+    with pytest.raises(JoinRefused, match="no training job of its own"):
+        describe_job(syncer.address, None, timeout_s=10)
+
+
+# ---------------------------------------------------------------- chunks
+
+
+@given(data=st.binary(max_size=3000), edges=st.lists(st.integers(0, 3000), max_size=20))
+def test_any_cutting_of_the_bytes_reassembles(data: bytes, edges: list[int]) -> None:
+    assembly = Assembly(len(data), codecs.checksum(data))
+    places = sorted({0, len(data), *(edge for edge in edges if edge <= len(data))})
+    for start, stop in itertools.pairwise(places):
+        assembly.add(data[start:stop])
+    assert bytes(assembly.finish()) == data
+
+
+@given(data=st.binary(min_size=1, max_size=2000), where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_any_changed_byte_is_found(data: bytes, where: float, flip: int) -> None:
+    assembly = Assembly(len(data), codecs.checksum(data))
+    at = int(where * len(data))
+    assembly.add(data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :])
+    with pytest.raises(WireError, match="checksum mismatch"):
+        assembly.finish()
+
+
+@given(data=st.binary(min_size=1, max_size=500), missing=st.integers(1, 500), extra=st.binary(min_size=1, max_size=50))
+def test_any_other_length_is_found(data: bytes, missing: int, extra: bytes) -> None:
+    short = Assembly(len(data), codecs.checksum(data))
+    short.add(data[: max(0, len(data) - missing)])
+    with pytest.raises(WireError, match="truncated"):
+        short.finish()
+    long = Assembly(len(data), codecs.checksum(data))
+    long.add(data)
+    with pytest.raises(WireError, match="oversized"):
+        long.add(extra)
+
+
+@settings(max_examples=10)
+@given(size=st.sampled_from([0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 17]))
+def test_cut_gives_bounded_chunks_in_order(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    chunks = list(cut(memoryview(data)))
+    assert b"".join(chunks) == data
+    assert all(0 < len(chunk) <= CHUNK_BYTES for chunk in chunks)
+
+
+# ---------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    "address, expected",
+    [
+        ("127.0.0.1:7070", ("127.0.0.1", 7070)),
+        ("syncer.example.org:1", ("syncer.example.org", 1)),
+        ("[::1]:65535", ("::1", 65535)),
+        ("localhost:0", ("localhost", 0)),
+    ],
+)
+def test_an_address_has_a_host_and_a_port(address: str, expected: tuple[str, int]) -> None:
+    assert split_address(address) == expected
+
+
+@pytest.mark.parametrize("address", ["", "localhost", ":7070", "localhost:", "localhost:x", "localhost:-1", "localhost:65536"])
+def test_anything_else_is_no_address(address: str) -> None:
+    with pytest.raises(ConfigError, match="address must be host:port"):
+        split_address(address)
+    with pytest.raises(ConfigError, match="address must be host:port"):
+        skerry.join(address, small_model(), torch.optim.SGD(small_model().parameters(), lr=0.1), timeout_s=1)
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "syncer.example.org", "0.0.0.0", "[2001:db8::1]"])
+def test_plain_text_is_refused_off_loopback(host: str) -> None:
+    for ask in (lambda: open_channel(f"{host}:7070", None), lambda: describe(f"{host}:7070", None, timeout_s=1)):
+        with pytest.raises(ConfigError, match="is not this machine, and without TLS anyone on the way") as error:
+            ask()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3"])
+def test_serving_in_plain_text_off_loopback_is_refused(run_folder: Path, host: str) -> None:
+    async def serve() -> None:
+        store = RunStore(run_folder)
+        try:
+            await run_syncer(store, f"{host}:0", None, on_listening=lambda port: None)
+        finally:
+            store.close()
+
+    with pytest.raises(ConfigError, match=f"{host} is not this machine, and without TLS") as error:
+        asyncio.run(serve())
+    assert "\n" not in str(error.value)
+
+
+def test_a_port_that_is_taken_is_named(run_folder: Path, start_syncer) -> None:
+    syncer = start_syncer(run_folder)
+
+    async def listen() -> None:
+        bind(grpc.aio.server(options=[("grpc.so_reuseport", 0)]), syncer.address, None)
+
+    with pytest.raises(WireError, match=f"cannot listen on {syncer.address}"):
+        asyncio.run(listen())
