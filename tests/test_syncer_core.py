@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import random
 from collections import Counter
 from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from skerry.config import BeginConfig, SyncConfig
 from skerry.core.messages import (
@@ -894,6 +895,7 @@ def test_after_all_have_left_a_new_one_takes_the_run_up() -> None:
 
 
 NAMES = ("ann", "bob", "cid", "dan")
+PHASES = ("gathering", "running", "closing", "ended")
 
 
 @dataclasses.dataclass
@@ -902,50 +904,32 @@ class Peer:
 
     session: int = 0
     connected: bool = False
-    held: list[int] | None = None
+    held: tuple[int, ...] = ()
     step: int = 0
     tokens: int = 0
     questions: dict[int, Ask] = dataclasses.field(default_factory=dict)
 
 
-class AnyOrder(RuleBasedStateMachine):
-    @initialize(
-        fragments=st.integers(1, 3),
-        every=st.integers(2, 4),
-        quorum=st.integers(0, 3),
-        wait=st.booleans(),
-        staleness=st.integers(0, 2),
-        start_with=st.integers(1, 2),
-        islands=st.integers(0, 2),
-        budget=st.sampled_from([0, 0, 600]),
-        present=st.integers(0, len(NAMES)),
-    )
-    def begin(self, fragments: int, every: int, quorum: int, wait: bool, staleness: int, start_with: int, islands: int,
-              budget: int, present: int) -> None:  # fmt: skip
-        self.sync = SyncConfig(
-            fragments=fragments, every=every, overlap=1, quorum=quorum, wait=wait, staleness=staleness, grace=0.5,
-            start_with=start_with, budget_tokens=budget, silence_s=SILENCE_S,
-            begin=BeginConfig(steps=6 if islands else 0, every=1, islands=islands),
-        )  # fmt: skip
-        self.core = SyncerCore(self.sync, fragments)
+class World:
+    """A core, its learners, its store and its clock. Every action is checked as it is seen, the whole state after it."""
+
+    def __init__(self, sync: SyncConfig) -> None:
+        self.sync = sync
+        self.core = SyncerCore(sync, sync.fragments)
         self.now = 0.0
+        self.wake: float | None = None
         self.peers = {name: Peer() for name in NAMES}
         self.ordered: dict[int, Merge] = {}
-        self.asked: dict[int, set[tuple[int, str]]] = {index: set() for index in range(fragments)}
+        self.asked: dict[int, set[tuple[int, str]]] = {index: set() for index in range(sync.fragments)}
         self.merged: Counter[tuple[str, int, int]] = Counter()
         self.last = self._measures()
         self.durable = self._durable()
-        self.wake: float | None = None
-        for name in NAMES[:present]:
-            self._start(name)
-            self._fetch(name)
 
     # ---- plumbing
 
     def _measures(self) -> tuple[int, int, int, list[int]]:
-        order = ["gathering", "running", "closing", "ended"]
-        versions = [fragment.version for fragment in self.core.fragments]
-        return self.core.tokens, self.core.step, order.index(self.core.phase), versions
+        core = self.core
+        return core.tokens, core.step, PHASES.index(core.phase), [fragment.version for fragment in core.fragments]
 
     def _durable(self) -> tuple[Standing, list[FragmentProgress]]:
         stored = [FragmentProgress(f.version, f.merged_step, dict(f.merged_base)) for f in self.core.fragments]
@@ -955,7 +939,9 @@ class AnyOrder(RuleBasedStateMachine):
         stored = event.fragment if isinstance(event, Stored) else None
         actions = self.core.handle(event, self.now)
         for action in actions:
-            self._seen(action, stored)
+            if isinstance(action, Welcome):
+                self.peers[action.name].connected = True  # a goodbye before this is for the old stream
+            self._see(action, stored)
         wakes = of(WakeAt, actions)
         assert len(wakes) <= 1
         self.wake = wakes[0].at if wakes else None
@@ -966,9 +952,10 @@ class AnyOrder(RuleBasedStateMachine):
         for index, (before, after) in enumerate(zip(self.last[3], versions, strict=True)):
             assert after == before + (index == stored), "versions go up one by one, and only when stored"
         self.last = (tokens, step, phase, versions)
+        self.check()
         return actions
 
-    def _seen(self, action: Action, stored: int | None) -> None:
+    def _see(self, action: Action, stored: int | None) -> None:
         if isinstance(action, Goodbye):
             self.peers[action.name].connected = False
             self.peers[action.name].questions.clear()
@@ -988,6 +975,24 @@ class AnyOrder(RuleBasedStateMachine):
                 assert share.weight > 0 and share.base < action.version
             self.ordered[action.fragment] = action
 
+    def check(self) -> None:
+        assert all(times == 1 for times in self.merged.values()), "progress from one base is merged at most once"
+        merging = {i for i, f in enumerate(self.core.fragments) if f.round and f.round.merging_since is not None}
+        assert merging == set(self.ordered), "a merge in flight is one that was ordered"
+        if self.core.phase == "ended":
+            assert all(fragment.round is None for fragment in self.core.fragments), "an ended run has no open rounds"
+        waited_for = {"training", "leaving"}
+        if self.sync.wait or self.core.phase == "closing":
+            waited_for.add("away")
+        for fragment in self.core.fragments:
+            gathering = fragment.round
+            if gathering is None or gathering.merging_since is not None or self.now < gathering.not_before:
+                continue
+            missing = gathering.asked - set(gathering.arrived)
+            assert missing, "all have answered, and still the round is open"
+            assert {self.core.learners[name].phase for name in missing} <= waited_for, "a round waits for nobody"
+            assert gathering.deadline is None or self.now < gathering.deadline
+
     def _count(self, order: Merge) -> None:
         for share in order.shares:
             self.merged[share.name, order.fragment, share.base] += 1
@@ -996,84 +1001,37 @@ class AnyOrder(RuleBasedStateMachine):
     def connected(self) -> list[str]:
         return [name for name, peer in self.peers.items() if peer.connected]
 
-    def some(self, data: st.DataObject, names: list[str]) -> str:
-        return data.draw(st.sampled_from(names))
+    def cut_off(self) -> list[str]:
+        return [name for name, peer in self.peers.items() if peer.session and not peer.connected]
+
+    def training(self) -> list[str]:
+        return [name for name in self.connected() if self.core.learners[name].phase == "training"]
+
+    def questioned(self) -> list[str]:
+        return [name for name in self.connected() if self.peers[name].questions]
 
     # ---- what learners do
 
-    @rule(name=st.sampled_from(NAMES))
-    def start_a_process(self, name: str) -> None:
-        self._start(name)
-
-    def _start(self, name: str) -> None:
+    def start(self, name: str) -> None:
         self.peers[name] = Peer(self.peers[name].session + 1)
-        actions = self.core.handle(Joined(name, str(self.peers[name].session), 0, 0, ()), self.now)
-        self._joined(name, actions)
+        self.apply(Joined(name, str(self.peers[name].session), 0, 0, ()))
 
-    @precondition(lambda self: any(peer.session and not peer.connected for peer in self.peers.values()))
-    @rule(data=st.data())
-    def reconnect(self, data: st.DataObject) -> None:
-        name = self.some(data, [name for name, peer in self.peers.items() if peer.session and not peer.connected])
+    def reconnect(self, name: str) -> None:
         peer = self.peers[name]
-        peer.questions.clear()
-        joined = Joined(name, str(peer.session), peer.step, peer.tokens, tuple(peer.held or ()))
-        self._joined(name, self.core.handle(joined, self.now))
+        self.apply(Joined(name, str(peer.session), peer.step, peer.tokens, peer.held))
 
-    def _joined(self, name: str, actions: list[Action]) -> None:
-        """The new stream counts from the welcome on; a goodbye before it is for the old one."""
-        place = next(i for i, action in enumerate(actions) if isinstance(action, Welcome))
-        for action in actions[:place]:
-            self._seen(action, None)
-        self.peers[name].connected = True
-        for action in actions[place:]:
-            self._seen(action, None)
-        self.apply(Tick())
-
-    @precondition(lambda self: self.connected())
-    @rule(data=st.data())
-    def fetch_everything(self, data: st.DataObject) -> None:
-        self._fetch(self.some(data, self.connected()))
-
-    def _fetch(self, name: str) -> None:
-        self.peers[name].held = [fragment.version for fragment in self.core.fragments]
+    def fetch(self, name: str) -> None:
+        self.peers[name].held = tuple(fragment.version for fragment in self.core.fragments)
         self.apply(Ready(name))
 
-    def trainable(self) -> list[str]:
-        return [name for name in self.connected() if self.core.learners[name].phase == "training"]
-
-    @precondition(lambda self: self.trainable())
-    @rule(data=st.data(), steps=st.integers(1, 6))
-    def one_trains(self, data: st.DataObject, steps: int) -> None:
-        self._train(self.some(data, self.trainable()), steps)
-
-    @precondition(lambda self: self.trainable())
-    @rule(steps=st.integers(1, 4))
-    def all_train(self, steps: int) -> None:
-        for name in self.trainable():
-            if self.peers[name].connected:
-                self._train(name, steps)
-
-    def _train(self, name: str, steps: int) -> None:
+    def train(self, name: str, steps: int) -> None:
         peer = self.peers[name]
-        peer.step = max(peer.step, self.core.learners[name].step) + steps
+        if steps:
+            peer.step = max(peer.step, self.core.learners[name].step) + steps
         peer.tokens += 10 * steps
         self.apply(Reported(name, peer.step, peer.tokens, 0.5))
 
-    @precondition(lambda self: any(self.peers[name].questions for name in self.connected()))
-    @rule(data=st.data(), behind=st.integers(0, 2))
-    def answer(self, data: st.DataObject, behind: int) -> None:
-        name = self.some(data, [name for name in self.connected() if self.peers[name].questions])
-        self._answer(name, data.draw(st.sampled_from(sorted(self.peers[name].questions))), behind)
-
-    @precondition(lambda self: any(self.peers[name].questions for name in self.connected()))
-    @rule(skip=st.sampled_from(["", *NAMES]))
-    def all_answer(self, skip: str) -> None:
-        for name, peer in self.peers.items():
-            for index in sorted(peer.questions) if name != skip else []:
-                if index in peer.questions:
-                    self._answer(name, index, 0)
-
-    def _answer(self, name: str, index: int, behind: int) -> None:
+    def answer(self, name: str, index: int, behind: int = 0) -> None:
         question = self.peers[name].questions.pop(index)
         base = max(self.core.fragments[index].version - behind, 0)
         offer = Contributed(name, index, question.step, base, 2, 20)
@@ -1081,38 +1039,21 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.core.why_refused(offer) is not None, "what was not asked for is not taken"
         self.apply(offer)
 
-    @precondition(lambda self: any(self.peers[name].questions for name in self.connected()))
-    @rule(data=st.data())
-    def answer_with_nothing(self, data: st.DataObject) -> None:
-        name = self.some(data, [name for name in self.connected() if self.peers[name].questions])
-        index = data.draw(st.sampled_from(sorted(self.peers[name].questions)))
+    def answer_with_nothing(self, name: str, index: int) -> None:
         self.apply(NothingToGive(name, index, self.peers[name].questions.pop(index).step))
 
-    @rule(name=st.sampled_from((*NAMES, "eve")), fragment=st.integers(-1, 4), step=st.integers(0, 12), base=st.integers(-1, 4))
-    def offer_anything(self, name: str, fragment: int, step: int, base: int) -> None:
-        offer = Contributed(name, fragment, step, base, 1, 10)
+    def offer(self, offer: Contributed) -> None:
         refused = self.core.why_refused(offer) is not None
         assert ("refused" in recorded(self.apply(offer))) == refused
 
-    @precondition(lambda self: len(self.connected()) > 2)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        self.apply(Leaving(self.some(data, self.connected())))
-
-    @precondition(lambda self: self.connected())
-    @rule(data=st.data())
-    def lose_the_stream(self, data: st.DataObject) -> None:
-        name = self.some(data, self.connected())
+    def lose(self, name: str) -> None:
         self.peers[name].connected = False
         self.peers[name].questions.clear()
         self.apply(Disconnected(name, str(self.peers[name].session)))
 
-    # ---- what the store, the clock and the operator do
+    # ---- what the store and the clock do
 
-    @precondition(lambda self: self.ordered)
-    @rule(data=st.data(), works=st.integers(0, 3))
-    def store(self, data: st.DataObject, works: int) -> None:
-        index = data.draw(st.sampled_from(sorted(self.ordered)))
+    def store(self, index: int, works: bool = True) -> None:
         order = self.ordered.pop(index)
         if not works:
             self.apply(StoreFailed(index, "no space"))
@@ -1121,31 +1062,21 @@ class AnyOrder(RuleBasedStateMachine):
         self.apply(Stored(index, order.version))
         self.durable = self._durable()
 
-    @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 4.0, SILENCE_S + 1]))
-    def time_passes(self, seconds: float) -> None:
+    def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
-        # Everything the core asked to be woken for happens on the way, as it would with a real timer.
         for _ in range(200):
             if self.wake is None or self.wake > end:
                 break
-            self.now = max(self.now, self.wake) + 1e-6  # a timer never fires early, and mostly a little late
+            self.now = max(self.now, self.wake) + 1e-6  # a timer fires a little late
             self.apply(Tick())
         else:
             raise AssertionError("the core keeps asking to be woken without getting anywhere")
-        self.now = end
+        self.now = max(self.now, end)
         self.apply(Tick())
 
-    @precondition(lambda self: self.core.step > 12)
-    @rule()
-    def close(self) -> None:
-        self.apply(CloseRequested())
-
-    @precondition(lambda self: self.core.step > 4)
-    @rule(durable=st.booleans())
-    def crash_and_restore(self, durable: bool) -> None:
-        """`durable`: whether a merge in flight became durable before the process died."""
-        standing, stored = self.durable
-        stored = copy.deepcopy(stored)
+    def crash(self, durable: bool) -> None:
+        """The process dies and another takes over. `durable`: a merge in flight was written before, though nobody heard."""
+        standing, stored = copy.deepcopy(self.durable)
         if durable and self.ordered:
             index, order = min(self.ordered.items())
             stored[index].version = order.version
@@ -1159,56 +1090,180 @@ class AnyOrder(RuleBasedStateMachine):
             peer.connected = False
             peer.questions.clear()
         self.now += 1.0
-        self.core = SyncerCore(self.sync, len(stored), now=self.now, progress=copy.deepcopy(stored), standing=standing)
-        self.durable = (standing, stored)
+        self.durable = (standing, copy.deepcopy(stored))
+        self.core = SyncerCore(self.sync, len(stored), now=self.now, progress=stored, standing=standing)
         self.last = self._measures()
         self.wake = None
+        self.check()
 
-    # ---- what must hold after each
-
-    @invariant()
-    def progress_from_one_base_is_merged_at_most_once(self) -> None:
-        assert all(times == 1 for times in self.merged.values())
-
-    @invariant()
-    def no_round_waits_for_nobody(self) -> None:
-        waits = self.sync.wait or self.core.phase == "closing"
-        waited_for = {"training", "leaving"} | ({"away"} if waits else set())
-        for fragment in self.core.fragments:
-            gathering = fragment.round
-            if gathering is None or gathering.merging_since is not None or self.now < gathering.not_before:
-                continue
-            missing = gathering.asked - set(gathering.arrived)
-            assert missing, "all have answered, and still it is open"
-            assert {self.core.learners[name].phase for name in missing} <= waited_for
-            assert gathering.deadline is None or self.now < gathering.deadline
-
-    @invariant()
-    def an_ended_run_has_no_open_rounds(self) -> None:
-        if self.core.phase == "ended":
-            assert all(fragment.round is None for fragment in self.core.fragments)
-
-    @invariant()
-    def merges_in_flight_are_those_ordered(self) -> None:
-        merging = {i for i, f in enumerate(self.core.fragments) if f.round and f.round.merging_since is not None}
-        assert merging == set(self.ordered)
-
-    def teardown(self) -> None:
-        """Left alone, every round comes to an end."""
-        if not hasattr(self, "core"):
-            return
-        for _ in range(3 * len(self.core.fragments)):
+    def left_alone(self) -> None:
+        """When nobody says anything any more, every round comes to an end, and so does a run that was closing."""
+        for _ in range(3 * self.sync.fragments):
             self.now += SILENCE_S
             self.apply(Tick())
             for index in list(self.ordered):
-                order = self.ordered.pop(index)
-                self._count(order)
-                self.apply(Stored(index, order.version))
+                self.store(index)
         assert all(fragment.round is None for fragment in self.core.fragments)
-        self.progress_from_one_base_is_merged_at_most_once()
-        if self.core.phase == "closing":
-            raise AssertionError("a closing run without learners must end")
+        assert self.core.phase != "closing"
 
 
-AnyOrder.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+@st.composite
+def any_settings(draw: st.DrawFn) -> SyncConfig:
+    islands = draw(st.integers(0, 2))
+    return SyncConfig(
+        fragments=draw(st.integers(1, 3)),
+        every=draw(st.integers(2, 4)),
+        overlap=1,
+        quorum=draw(st.integers(0, 3)),
+        wait=draw(st.booleans()),
+        staleness=draw(st.integers(0, 2)),
+        grace=0.5,
+        start_with=draw(st.integers(1, 2)),
+        budget_tokens=draw(st.sampled_from([0, 0, 600])),
+        silence_s=SILENCE_S,
+        begin=BeginConfig(steps=6 if islands else 0, every=2, islands=islands),
+    )
+
+
+class AnyOrder(RuleBasedStateMachine):
+    @initialize(sync=any_settings(), present=st.integers(0, len(NAMES)))
+    def begin(self, sync: SyncConfig, present: int) -> None:
+        self.world = World(sync)
+        for name in NAMES[:present]:
+            self.world.start(name)
+            self.world.fetch(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def a_process_starts(self, name: str) -> None:
+        self.world.start(name)
+
+    @precondition(lambda self: self.world.cut_off())
+    @rule(data=st.data())
+    def one_connects_again(self, data: st.DataObject) -> None:
+        self.world.reconnect(data.draw(st.sampled_from(self.world.cut_off())))
+
+    @precondition(lambda self: self.world.connected())
+    @rule(data=st.data())
+    def one_fetches_everything(self, data: st.DataObject) -> None:
+        self.world.fetch(data.draw(st.sampled_from(self.world.connected())))
+
+    @precondition(lambda self: self.world.training())
+    @rule(data=st.data(), steps=st.integers(1, 6))
+    def one_trains(self, data: st.DataObject, steps: int) -> None:
+        self.world.train(data.draw(st.sampled_from(self.world.training())), steps)
+
+    @precondition(lambda self: self.world.questioned())
+    @rule(data=st.data(), behind=st.integers(0, 2))
+    def one_answers(self, data: st.DataObject, behind: int) -> None:
+        name = data.draw(st.sampled_from(self.world.questioned()))
+        self.world.answer(name, data.draw(st.sampled_from(sorted(self.world.peers[name].questions))), behind)
+
+    @precondition(lambda self: self.world.questioned())
+    @rule(data=st.data())
+    def one_has_nothing(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.world.questioned()))
+        self.world.answer_with_nothing(name, data.draw(st.sampled_from(sorted(self.world.peers[name].questions))))
+
+    @rule(name=st.sampled_from((*NAMES, "eve")), fragment=st.integers(-1, 4), step=st.integers(0, 12), base=st.integers(-1, 4))
+    def anything_is_offered(self, name: str, fragment: int, step: int, base: int) -> None:
+        self.world.offer(Contributed(name, fragment, step, base, 1, 10))
+
+    @precondition(lambda self: self.world.connected())
+    @rule(data=st.data())
+    def one_leaves(self, data: st.DataObject) -> None:
+        self.world.apply(Leaving(data.draw(st.sampled_from(self.world.connected()))))
+
+    @precondition(lambda self: self.world.connected())
+    @rule(data=st.data())
+    def one_is_cut_off(self, data: st.DataObject) -> None:
+        self.world.lose(data.draw(st.sampled_from(self.world.connected())))
+
+    @precondition(lambda self: self.world.ordered)
+    @rule(data=st.data(), works=st.booleans())
+    def a_merge_is_stored(self, data: st.DataObject, works: bool) -> None:
+        self.world.store(data.draw(st.sampled_from(sorted(self.world.ordered))), works)
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 4.0, SILENCE_S + 1]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @rule()
+    def the_run_is_closed(self) -> None:
+        self.world.apply(CloseRequested())
+
+    @rule(durable=st.booleans())
+    def the_syncer_dies(self, durable: bool) -> None:
+        self.world.crash(durable)
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.left_alone()
+
+
+AnyOrder.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 test_whatever_happens_in_whatever_order_the_rules_hold = AnyOrder.TestCase
+
+
+def some_settings(rng: random.Random) -> SyncConfig:
+    islands = rng.choice([0, 0, 2])
+    return SyncConfig(
+        fragments=rng.randint(1, 4), every=rng.randint(2, 5), overlap=1, quorum=rng.randint(0, 3), wait=rng.random() < 0.4,
+        staleness=rng.randint(0, 2), grace=0.5, start_with=rng.randint(1, 3), budget_tokens=rng.choice([0, 500, 1500]),
+        silence_s=SILENCE_S, begin=BeginConfig(steps=12 if islands else 0, every=2, islands=islands),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_long_lives_of_runs_keep_the_rules(block: int) -> None:
+    """Mostly ordinary work, with faults strewn in: what the search above is too short to reach."""
+    ends: Counter[str] = Counter()
+    for seed in range(30 * block, 30 * block + 30):
+        rng = random.Random(seed)
+        world = World(some_settings(rng))
+        for name in NAMES:
+            world.start(name)
+            world.fetch(name)
+        for _ in range(1500):
+            _live(world, rng)
+        ends[world.core.phase] += 1
+        ends["merges"] += sum(world.merged.values())
+        world.left_alone()
+    assert ends["running"] and ends["ended"] and ends["merges"] > 500, "the lives were too short to show anything"
+
+
+def _live(world: World, rng: random.Random) -> None:
+    """One thing happens."""
+    kinds = ["train"] * 8 + ["answer"] * 8 + ["store"] * 6 + ["time"] * 3 + ["fetch", "connect"] * 2
+    kinds += ["nothing", "offer", "lose", "start", "leave", "crash", "freeze"]
+    kind = rng.choice(kinds)
+    if kind in ("lose", "start", "leave", "crash", "freeze") and rng.random() < 0.7:
+        return
+    if kind == "train" and (names := world.training()):
+        world.train(rng.choice(names), rng.randint(1, 3))
+    elif kind in ("answer", "nothing") and (names := world.questioned()):
+        name = rng.choice(names)
+        index = rng.choice(sorted(world.peers[name].questions))
+        world.answer(name, index, rng.choice([0, 0, 0, 1, 2])) if kind == "answer" else world.answer_with_nothing(name, index)
+    elif kind == "store" and world.ordered:
+        world.store(rng.choice(sorted(world.ordered)), rng.random() < 0.8)
+    elif kind == "time":
+        world.pass_time(rng.choice([0.01, 0.1, 0.1, 1.0, 1.0]))
+        for name in world.connected():
+            world.train(name, 0)  # a sign of life
+    elif kind == "freeze":
+        world.pass_time(SILENCE_S + 1)
+    elif kind == "fetch" and (names := world.connected()):
+        world.fetch(rng.choice(names))
+    elif kind == "connect" and (names := world.cut_off()):
+        world.reconnect(rng.choice(names))
+    elif kind == "offer":
+        step, fragment = world.core.step - rng.randint(0, 3), rng.randrange(world.sync.fragments)
+        world.offer(Contributed(rng.choice(NAMES), fragment, step, rng.randint(0, 5), 1, 10))
+    elif kind == "lose" and (names := world.connected()):
+        world.lose(rng.choice(names))
+    elif kind == "start":
+        world.start(rng.choice(NAMES))
+    elif kind == "leave" and (names := world.connected()):
+        world.apply(Leaving(rng.choice(names)))
+    elif kind == "crash":
+        world.crash(rng.random() < 0.5)

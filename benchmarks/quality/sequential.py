@@ -256,8 +256,8 @@ class SequentialRun:
             elif isinstance(action, m.Merge):
                 self._merge(action)
             elif isinstance(action, m.Announce):
-                for name in action.names:
-                    self._announce(self._by_name[name], action)
+                for name, counted in zip(action.names, action.counted, strict=True):
+                    self._announce(self._by_name[name], action, counted)
             elif isinstance(action, m.StopTraining):
                 learner = self._by_name[action.name]
                 learner.exchange.stop()
@@ -303,7 +303,7 @@ class SequentialRun:
             values = learner.ready.pop(version.fragment)
             change = values
             if self.sync.adopt == "carry":
-                snapshot = learner.snapshots.get(version.fragment) if version.includes_ours else None
+                snapshot = learner.snapshots.get(version.fragment) if learner.exchange.includes_ours(version) else None
                 change = values - (snapshot if snapshot is not None else learner.base[version.fragment])
             self._write(learner.weights, version.fragment, change)
             learner.base[version.fragment] = values
@@ -347,8 +347,8 @@ class SequentialRun:
         self.members.append(len(order.shares))
         self._at(self.now, lambda: self._dispatch(m.Stored(order.fragment, order.version)))
 
-    def _announce(self, learner: SequentialLearner, action: m.Announce) -> None:
-        version = Version(action.fragment, action.version, action.step, learner.name in action.contributors)
+    def _announce(self, learner: SequentialLearner, action: m.Announce, counted: int) -> None:
+        version = Version(action.fragment, action.version, action.step, counted)
         values = self._through_codec(self.sync.publish, self.states[action.fragment].values)
         life = learner.life
 
@@ -396,7 +396,7 @@ class SequentialRun:
             adopt, self.sync = self.sync, dataclasses.replace(self.sync, adopt="overwrite")
             self._write(learner.weights, index, values)
             self.sync = adopt
-            learner.exchange.adopted(Version(index, version, 0, False))
+            learner.exchange.adopted(Version(index, version, 0, 0))
         self._dispatch(m.Ready(learner.name))
 
     # ------------------------------------------------------------ running

@@ -37,7 +37,8 @@ class Version:
     fragment: int
     version: int
     step: int
-    includes_ours: bool
+    counted: int
+    """Our progress from versions below this one is part of it, in this merge or in one before."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,14 @@ class Exchange:
 
     # ------------------------------------------------------------ from the syncer
 
-    def welcomed(self, versions: tuple[int, ...], step: int) -> None:
+    def welcomed(self, versions: tuple[int, ...], counted: tuple[int, ...], step: int) -> None:
         """Connected. Questions from before are void; versions that came out meanwhile are wanted."""
         for fragment, version in enumerate(versions):
             held = self.held[fragment]
             held.question = None
             held.fetching = None
             if version > held.version and (held.newest is None or held.newest.version < version):
-                held.newest = Version(fragment, version, step, includes_ours=False)
+                held.newest = Version(fragment, version, step, counted[fragment])
 
     def begin(self, step: int) -> None:
         if self.phase == "joining":
@@ -255,6 +256,10 @@ class Exchange:
         held = self.held[version.fragment]
         if held.version < 0:
             return self.totals
-        if version.includes_ours and held.given_at is not None:
+        if self.includes_ours(version) and held.given_at is not None:
             return held.given_at
         return held.adopted_at
+
+    def includes_ours(self, version: Version) -> bool:
+        """Is what we gave from the version held now part of this one? It may have come in with an earlier merge."""
+        return self.held[version.fragment].version < version.counted

@@ -125,6 +125,8 @@ class Welcome:
     step: int
     resumed: bool
     versions: tuple[int, ...]
+    counted: tuple[int, ...]
+    """For each fragment: the learner's progress from versions below this one is part of the current version."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,8 @@ class Announce:
     fragment: int
     version: int
     step: int
-    contributors: tuple[str, ...]
+    counted: tuple[int, ...]
+    """For each of them: its progress from versions below this one is part of the new version."""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,10 @@ class FragmentProgress:
     """For each learner the newest base whose progress has been merged."""
     round: Round | None = None
 
+    def counted(self, name: str) -> int:
+        """This learner's progress from versions below the one returned has been merged."""
+        return self.merged_base.get(name, -1) + 1
+
 
 @dataclass(frozen=True)
 class Standing:

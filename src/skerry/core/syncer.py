@@ -181,7 +181,8 @@ class SyncerCore:
         else:
             learner.ready = learner.began = False
         learner.phase = "leaving" if learner.leaving else "training" if learner.began else "waiting"
-        actions.append(Welcome(event.name, learner.slot, self.step, resumed, versions))
+        counted = tuple(fragment.counted(event.name) for fragment in self.fragments)
+        actions.append(Welcome(event.name, learner.slot, self.step, resumed, versions, counted))
         actions.append(Record("joined", {"learner": event.name, "session": event.session, "slot": learner.slot,
                                          "resumed": resumed, "step": self.step}))  # fmt: skip
         if self.phase == "ended" or (self.phase == "closing" and learner.phase == "waiting"):
@@ -265,9 +266,9 @@ class SyncerCore:
         fragment.round = None
         self.merges += 1
         self.grace.sync_time.add(now - gathering.merging_since)
-        present = tuple(sorted(gathering.arrived))
         names = tuple(learner.name for learner in self.learners.values() if learner.phase in ("training", "leaving", "waiting"))
-        actions.append(Announce(names, event.fragment, event.version, gathering.step, present))
+        counted = tuple(fragment.counted(name) for name in names)
+        actions.append(Announce(names, event.fragment, event.version, gathering.step, counted))
 
     def _store_failed(self, event: StoreFailed, now: float, actions: list[Action]) -> None:
         fragment = self.fragments[event.fragment]
@@ -349,7 +350,7 @@ class SyncerCore:
         return Ask(name, index, step, self._min_base(name, self.fragments[index]))
 
     def _min_base(self, name: str, fragment: FragmentProgress) -> int:
-        return max(0, fragment.version - self.sync.staleness, fragment.merged_base.get(name, -1) + 1)
+        return max(0, fragment.version - self.sync.staleness, fragment.counted(name))
 
     def _counts(self, learner: LearnerState) -> bool:
         """Is it worth asking? In lock-step, and at the end, a learner that is only briefly away still is."""

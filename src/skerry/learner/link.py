@@ -243,7 +243,7 @@ class Link:
                     log.warning("%s is back with the syncer after %d steps on its own", self.name, alone)
                     self._lost_at_step = None
                 self._ready_sent = welcome.resumed
-                exchange.welcomed(tuple(welcome.versions), welcome.step)
+                exchange.welcomed(tuple(welcome.versions), tuple(welcome.counted), welcome.step)
                 if not self._fixed_loaded:
                     self._spawn(self._fetch_fixed(len(welcome.versions)))
                 if self.leaving:
@@ -256,7 +256,7 @@ class Link:
                 exchange.asked(Question(message.ask.fragment, message.ask.step, message.ask.min_base))
             elif kind == "announce":
                 note = message.announce
-                exchange.announced(Version(note.fragment, note.version, note.step, note.includes_yours))
+                exchange.announced(Version(note.fragment, note.version, note.step, note.counted))
             elif kind == "stop":
                 exchange.stop()
             elif kind == "progress":
@@ -440,9 +440,12 @@ class Link:
             self._again(lambda: exchange.fetch_failed(version))
             return
 
+        with self.changed:
+            includes_ours = exchange.includes_ours(version)
+
         def decode() -> Prepared:
             values = codecs.codec(name).decode(data, replica.layout.fragments[fragment].numel)
-            return replica.prepare(fragment, values, includes_ours=version.includes_ours)
+            return replica.prepare(fragment, values, includes_ours=includes_ours)
 
         prepared = await self._off_loop(decode)
         with self.changed:

@@ -123,6 +123,7 @@ class SyncerServer:
                 step=action.step,
                 resumed=action.resumed,
                 versions=action.versions,
+                counted=action.counted,
                 run_tokens=self.core.tokens,
             )
             self._send(action.name, pb.ToLearner(welcome=welcome))
@@ -132,12 +133,12 @@ class SyncerServer:
             ask = pb.Ask(fragment=action.fragment, step=action.step, min_base=action.min_base)
             self._send(action.name, pb.ToLearner(ask=ask))
         elif isinstance(action, m.Announce):
-            for name in action.names:
+            for name, counted in zip(action.names, action.counted, strict=True):
                 announce = pb.Announce(
                     fragment=action.fragment,
                     version=action.version,
                     step=action.step,
-                    includes_yours=name in action.contributors,
+                    counted=counted,
                 )
                 self._send(name, pb.ToLearner(announce=announce))
         elif isinstance(action, m.Merge):

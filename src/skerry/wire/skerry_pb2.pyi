@@ -123,20 +123,22 @@ class ToLearner(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens")
+    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     slot: int
     step: int
     resumed: bool
     versions: _containers.RepeatedScalarFieldContainer[int]
     run_tokens: int
-    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ...) -> None: ...
+    counted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason",)
@@ -161,16 +163,16 @@ class Ask(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., min_base: _Optional[int] = ...) -> None: ...
 
 class Announce(_message.Message):
-    __slots__ = ("fragment", "version", "step", "includes_yours")
+    __slots__ = ("fragment", "version", "step", "counted")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    INCLUDES_YOURS_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
     step: int
-    includes_yours: bool
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., includes_yours: bool = ...) -> None: ...
+    counted: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., counted: _Optional[int] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ()
