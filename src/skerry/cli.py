@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SkerryError as error:
         print(f"skerry: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+    except BrokenPipeError:
+        # Whoever read our output has gone; point it elsewhere so that the interpreter's last flush does not fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -173,7 +178,6 @@ def _create(options: argparse.Namespace) -> None:
 def _learner(options: argparse.Namespace) -> None:
     _part(options.name or "learner")
     import dataclasses
-    import os
     import socket
 
     from skerry.train.island import run_island

@@ -18,7 +18,7 @@ class SkerryError(Exception):
     """Base of all errors that Skerry raises on purpose."""
 
 
-class ConfigError(SkerryError, ValueError):
+class ConfigError(SkerryError):
     """A setting is unknown, of the wrong type, or out of range."""
 
 

@@ -9,12 +9,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from skerry.config import Config, from_json, to_json
 from skerry.errors import ConfigError, RunFailed
 from skerry.launch.processes import Child, free_port, skerry_command
 from skerry.metrics import MetricsTail, MetricsWriter
 from skerry.observe import RunStatus, open_view, plot_run, summary
+
+if TYPE_CHECKING:
+    from skerry.data.corpus import Corpus
+    from skerry.models.gpt import GPT
 
 POLL_S = 0.2
 RESTART_PAUSE_S = 0.5
@@ -27,15 +32,15 @@ def run_here(config: Config) -> Path:
     """Train as configured, on this machine, and return the run folder. Ctrl-C stops everything and can be resumed."""
     config = config.resolved()
     folder, resumed = _folder_for(config)
-    supervisor = Supervisor(config, folder)
-    _say_what_starts(config, folder, resumed)
     if config.algorithm == "dp":
+        check_job(config)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(to_json(config) + "\n")
-        supervisor.workers = _data_parallel_workers(config, folder)
-    else:
-        if not resumed:
-            create_job(config, folder)
-        supervisor.workers = _parts(config, folder)
+    elif not resumed:
+        create_job(config, folder)
+    _say_what_starts(config, folder, resumed)
+    supervisor = Supervisor(config, folder)
+    supervisor.workers = (_data_parallel_workers if config.algorithm == "dp" else _parts)(config, folder)
     supervisor.run()
     return folder
 
@@ -68,24 +73,35 @@ def _data_parallel_workers(config: Config, folder: Path) -> list[Worker]:
     return workers
 
 
-def create_job(config: Config, folder: Path) -> None:
-    """Make a run folder: initial weights, settings, an empty tape."""
-    # Imported here so that a resumed run, and the checks before this, need no torch in the parent.
+def check_job(config: Config) -> tuple[Corpus, GPT]:
+    """The corpus and the initial model, which is also the quickest way to find out whether the settings make sense."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from skerry.core.tensors import model_tensors
     from skerry.data.corpus import load_corpus
     from skerry.models.gpt import build_gpt
-    from skerry.syncer.store import create_run
-    from skerry.train.job import load_weights
+    from skerry.train.job import load_weights, pick_device
 
+    pick_device(config.islands.device)
     corpus = load_corpus(config.data, config.model.context)
     model = build_gpt(config.model, corpus.vocab, config.train.seed)
     if config.init:
-        load_weights(model, load_file(config.init))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(to_json(config) + "\n")
+        try:
+            weights = load_file(config.init)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"init file {config.init} cannot be read: {error}") from None
+        load_weights(model, weights)
+    return corpus, model
+
+
+def create_job(config: Config, folder: Path) -> None:
+    """Make a run folder: initial weights, settings, an empty tape."""
+    from skerry.core.tensors import model_tensors
+    from skerry.syncer.store import create_run
+
+    _, model = check_job(config)
     create_run(folder, model_tensors(model), config.sync, to_json(config))
+    (folder / "config.json").write_text(to_json(config) + "\n")
 
 
 def _folder_for(config: Config) -> tuple[Path, bool]:
@@ -94,7 +110,6 @@ def _folder_for(config: Config) -> tuple[Path, bool]:
     for number in range(1, 10_000):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         if not (folder / "config.json").exists():
-            folder.mkdir(parents=True, exist_ok=True)
             return folder, False
         if (folder / "result.json").exists():
             continue
@@ -103,7 +118,6 @@ def _folder_for(config: Config) -> tuple[Path, bool]:
             return folder, True
         if before == config:
             shutil.rmtree(folder)
-            folder.mkdir(parents=True)
             return folder, False
         raise ConfigError(
             f"{folder} holds an unfinished run with other settings; finish it, remove it, or give --run another folder"

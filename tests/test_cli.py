@@ -1,0 +1,100 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skerry.config import load
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def skerry(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "skerry", *arguments], capture_output=True, text=True, timeout=100)
+
+
+def test_help_names_every_command_without_loading_torch() -> None:
+    code = "import sys, skerry.cli\ntry: skerry.cli.main(['--help'])\nexcept SystemExit: assert 'torch' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    for command in ("train", "syncer", "learner", "create", "export", "plot"):
+        assert command in found.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["train", "nowhere.toml"], "no configuration file at nowhere.toml"),
+        (["train", "--sync.every", "0"], "sync.every must be >= 1, got 0"),
+        (["train", "--train.lr", "-1"], "train.lr must be > 0, got -1.0"),
+        (["train", "--model.size", "7x", "--run", "RUN"], "model.size must be one of"),
+        (["train", "--data.corpus", "folder", "--data.path", "nowhere", "--run", "RUN"], "nowhere"),
+        (["train", "--init", "nowhere.safetensors", "--run", "RUN"], "init file nowhere.safetensors cannot be read"),
+        (["train", "--islands.device", "cuda:99", "--run", "RUN"], "cuda:99"),
+        (["syncer", "nowhere"], "nowhere holds no run"),
+        (["learner", "example.org"], "address must be host:port, got 'example.org'"),
+        (["learner", "example.org:7070"], "example.org is not this machine"),
+        (["export", "nowhere", "out.safetensors"], "nowhere holds no run"),
+        (["plot", "nowhere"], "no plot"),
+    ],
+)
+def test_bad_input_gets_one_clear_line_and_leaves_nothing_behind(tmp_path: Path, arguments: list[str], message: str) -> None:
+    run = tmp_path / "run"
+    found = skerry(*[str(run) if argument == "RUN" else argument for argument in arguments])
+    assert found.returncode in (1, 2)
+    assert found.stderr.startswith("skerry: ") and found.stderr.count("\n") == 1, found.stderr
+    assert message in found.stderr
+    assert not run.exists()
+
+
+def test_unknown_key_in_a_file_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text("[sync]\nevry = 3\n")
+    found = skerry("train", str(config))
+    assert found.returncode == 2 and "sync.evry is not a setting" in found.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    assert load(path).resolved().sync.budget_tokens > 0
+
+
+def test_parts_started_by_hand_make_a_run(tmp_path: Path) -> None:
+    """What `train` does, by hand: create, syncer, learner."""
+    job = tmp_path / "job.toml"
+    job.write_text(
+        "[model]\nlayers = 1\nwidth = 32\nheads = 2\ncontext = 32\n[train]\ntokens = 30000\nbatch = 4\n"
+        "[sync]\nfragments = 3\nevery = 6\n[islands]\ncount = 2\n"
+    )
+    run = tmp_path / "run"
+    made = skerry("create", str(job), str(run))
+    assert made.returncode == 0 and f"skerry syncer {run}" in made.stdout, made.stderr
+    command = [sys.executable, "-m", "skerry", "syncer", str(run), "--address", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as syncer:
+        assert syncer.stdout is not None
+        address = syncer.stdout.readline().split()[-1]
+        islands = [
+            subprocess.Popen([sys.executable, "-m", "skerry", "learner", address, "--name", name, "--threads", "1"])
+            for name in ("east", "west")
+        ]
+        assert [island.wait(100) for island in islands] == [0, 0]
+        assert syncer.wait(30) == 0
+        assert "the run has ended" in syncer.stdout.read()
+    exported = skerry("export", str(run), str(tmp_path / "model.safetensors"))
+    assert exported.returncode == 0 and (tmp_path / "model.safetensors").stat().st_size > 0
+
+
+def test_hugging_face_example_is_short_and_learns() -> None:
+    example = ROOT / "examples" / "huggingface.py"
+    assert len(example.read_text().splitlines()) < 40
+    found = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=110)
+    assert found.returncode == 0, found.stderr
+    losses = {
+        tuple(line.split()[1:4:2]): float(line.split()[5]) for line in found.stdout.splitlines() if line.startswith("island")
+    }
+    for island in ("0", "1"):
+        assert losses[island, "99"] < 0.7 * losses[island, "0"]

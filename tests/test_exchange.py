@@ -1,0 +1,886 @@
+"""The learner's side of the exchange: scenarios, then both sides together in virtual time.
+
+In the second part every inner step of every island is one unit of progress for each fragment. Contributions carry the
+units they stand for, so that it can be counted how often each of them reached the global model.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from skerry.clock import VirtualClock
+from skerry.config import BeginConfig, SyncConfig
+from skerry.core import messages as m
+from skerry.core.exchange import Exchange, Give, GiveNothing, Mark, Question, Version
+from skerry.core.standing import FragmentProgress, Standing
+from skerry.core.syncer import SyncerCore
+
+
+def version(number: int, fragment: int = 0, step: int = 0, counted: int = 0) -> Version:
+    return Version(fragment, number, step, counted)
+
+
+def question(step: int, fragment: int = 0, min_base: int = 0) -> Question:
+    return Question(fragment, step, min_base)
+
+
+def take(exchange: Exchange, new: Version) -> Mark:
+    """Announce, fetch and adopt."""
+    exchange.announced(new)
+    assert new in exchange.to_fetch()
+    assert exchange.fetched(new)
+    assert new in exchange.adoptable()
+    return exchange.adopted(new)
+
+
+def give(exchange: Exchange) -> Give:
+    [answer] = exchange.answers()
+    assert isinstance(answer, Give)
+    exchange.given(answer)
+    return answer
+
+
+def training(fragments: int = 1, step: int = 0, **settings: Any) -> Exchange:
+    """An exchange that has joined, holds version 0 of everything and has begun."""
+    settings.setdefault("every", 8)
+    exchange = Exchange(SyncConfig(fragments=fragments, **settings), fragments)
+    exchange.welcomed((0,) * fragments, (0,) * fragments, step)
+    for first in exchange.to_fetch():
+        assert exchange.fetched(first)
+        exchange.adopted(first)
+    exchange.begin(step)
+    return exchange
+
+
+def steps(exchange: Exchange, count: int, tokens: int = 10) -> list[int]:
+    return [fragment for _ in range(count) for fragment in exchange.stepped(tokens)]
+
+
+# ---------------------------------------------------------------- joining
+
+
+def test_a_newcomer_fetches_everything_before_it_can_say_what_it_holds() -> None:
+    exchange = Exchange(SyncConfig(fragments=3), 3)
+    exchange.welcomed((4, 0, 2), (0, 0, 0), 17)
+    wanted = exchange.to_fetch()
+    assert [(v.fragment, v.version) for v in wanted] == [(0, 4), (1, 0), (2, 2)]
+    assert exchange.to_fetch() == [], "each download starts once"
+    for number, one in enumerate(wanted):
+        assert exchange.versions == (), number
+        assert exchange.fetched(one)
+        exchange.adopted(one)
+    assert exchange.versions == (4, 0, 2)
+    exchange.begin(17)
+    assert (exchange.phase, exchange.step, exchange.totals) == ("training", 17, Mark())
+
+
+def test_beginning_again_after_a_reconnect_changes_nothing() -> None:
+    exchange = training(step=5)
+    steps(exchange, 3)
+    exchange.begin(100)
+    assert exchange.step == 8
+    exchange.stop()
+    exchange.begin(100)
+    assert (exchange.phase, exchange.step) == ("stopped", 8)
+
+
+# ---------------------------------------------------------------- giving
+
+
+def test_progress_is_counted_from_adoption() -> None:
+    exchange = training()
+    steps(exchange, 3)
+    take(exchange, version(1))
+    steps(exchange, 2, tokens=7)
+    exchange.asked(question(8))
+    answer = give(exchange)
+    assert (answer.base, answer.steps, answer.tokens, answer.at) == (1, 2, 14, Mark(5, 44))
+    assert not answer.staged
+
+
+def test_each_fragment_is_counted_from_its_own_adoption() -> None:
+    exchange = training(fragments=2)
+    steps(exchange, 3)
+    take(exchange, version(1, fragment=1))
+    steps(exchange, 1)
+    exchange.asked(question(8, 0)), exchange.asked(question(8, 1))
+    assert [(a.question.fragment, a.base, a.steps) for a in exchange.answers() if isinstance(a, Give)] == [(0, 0, 4), (1, 1, 1)]
+
+
+def test_a_question_is_answered_once_and_not_before_there_is_progress() -> None:
+    exchange = training()
+    exchange.asked(question(8))
+    assert not exchange.can_answer() and exchange.answers() == []
+    steps(exchange, 1)
+    assert exchange.can_answer()
+    give(exchange)
+    assert not exchange.can_answer() and exchange.answers() == []
+
+
+def test_an_answer_needs_a_base_the_syncer_still_takes() -> None:
+    exchange = training()
+    steps(exchange, 4)
+    exchange.asked(question(8, min_base=1))
+    assert exchange.answers() == []
+    take(exchange, version(1))
+    assert exchange.answers() == [], "there is no progress from the new base yet"
+    steps(exchange, 1)
+    assert give(exchange).base == 1
+
+
+def test_a_newer_question_replaces_an_open_one_and_is_not_replaced_by_a_retry() -> None:
+    exchange = training()
+    exchange.asked(question(8, min_base=3))
+    exchange.asked(question(16))
+    steps(exchange, 1)
+    first = give(exchange)
+    assert first.question.step == 16
+    exchange.asked(question(24))
+    exchange.ask_again(first.question)
+    assert give(exchange).question.step == 24
+
+
+def test_an_answer_that_did_not_get_through_is_given_again_with_what_was_learned_since() -> None:
+    exchange = training()
+    steps(exchange, 2)
+    exchange.asked(question(8))
+    first = give(exchange)
+    steps(exchange, 1)
+    exchange.ask_again(first.question)
+    assert (give(exchange).steps, exchange.totals.steps) == (3, 3)
+
+
+def test_a_stopped_learner_gives_what_it_has_and_then_has_nothing() -> None:
+    exchange = training()
+    steps(exchange, 2)
+    exchange.stop()
+    exchange.asked(question(3))
+    assert give(exchange).steps == 2
+    take(exchange, version(1, counted=1))
+    exchange.asked(question(4, min_base=1))
+    assert exchange.answers() == [GiveNothing(question(4, min_base=1))]
+    exchange.asked(question(5, min_base=2))
+    assert exchange.answers() == [], "first the version it is asked about must be here"
+    take(exchange, version(2))
+    assert exchange.answers() == [GiveNothing(question(5, min_base=2))]
+
+
+def test_without_lock_step_nothing_waits_and_nothing_is_staged() -> None:
+    exchange = training(fragments=2, every=2)
+    assert steps(exchange, 9) == []
+    assert not exchange.must_wait()
+    exchange.announced(version(1, step=50)), exchange.to_fetch(), exchange.fetched(version(1, step=50))
+    assert exchange.adoptable() == [version(1, step=50)]
+
+
+# ---------------------------------------------------------------- fetching
+
+
+def test_only_the_newest_version_is_fetched_and_one_at_a_time() -> None:
+    exchange = training()
+    exchange.announced(version(1)), exchange.announced(version(2))
+    assert exchange.to_fetch() == [version(2)]
+    exchange.announced(version(3))
+    assert exchange.to_fetch() == [], "the one under way is finished first"
+    assert exchange.fetched(version(2))
+    assert exchange.to_fetch() == [version(3)]
+    assert exchange.adoptable() == [version(2)]
+    exchange.adopted(version(2))
+    assert exchange.fetched(version(3))
+    exchange.adopted(version(3))
+    assert exchange.versions == (3,) and exchange.to_fetch() == [] and exchange.adoptable() == []
+
+
+def test_a_version_overtaken_before_adoption_is_dropped() -> None:
+    exchange = training()
+    exchange.announced(version(1)), exchange.to_fetch(), exchange.fetched(version(1))
+    exchange.announced(version(2)), exchange.to_fetch(), exchange.fetched(version(2))
+    assert exchange.adoptable() == [version(2)]
+    exchange.adopted(version(2))
+    assert not exchange.fetched(version(1)), "late and useless"
+    assert exchange.adoptable() == [] and exchange.versions == (2,)
+
+
+def test_old_news_is_no_news() -> None:
+    exchange = training()
+    take(exchange, version(2))
+    exchange.announced(version(1)), exchange.announced(version(2))
+    exchange.welcomed((2,), (0,), 5)
+    assert exchange.to_fetch() == []
+
+
+def test_a_failed_download_is_started_again_with_what_is_newest_then() -> None:
+    exchange = training()
+    exchange.announced(version(1)), exchange.to_fetch()
+    exchange.fetch_failed(version(1))
+    assert exchange.to_fetch() == [version(1)]
+    exchange.announced(version(2))
+    exchange.fetch_failed(version(1))
+    assert exchange.to_fetch() == [version(2)]
+    exchange.fetch_failed(version(1))
+    assert exchange.to_fetch() == [], "the failure of an old download says nothing about this one"
+
+
+def test_a_reconnect_voids_questions_and_transfers_and_learns_what_came_out_meanwhile() -> None:
+    exchange = training(fragments=2)
+    steps(exchange, 2)
+    exchange.asked(question(8))
+    exchange.announced(version(1)), exchange.to_fetch()
+    assert exchange.versions == (0, 0)
+    exchange.welcomed((3, 0), (0, 0), 30)
+    assert exchange.answers() == []
+    assert [(v.fragment, v.version) for v in exchange.to_fetch()] == [(0, 3)]
+    assert exchange.step == 2 and exchange.totals.steps == 2
+    exchange.asked(question(32, fragment=1))
+    assert give(exchange).steps == 2, "progress made while away is still worth giving"
+
+
+def test_starting_over_forgets_all_versions_and_fetches_them_again() -> None:
+    exchange = training(fragments=2, adopt="carry")
+    steps(exchange, 4)
+    exchange.asked(question(8)), give(exchange)
+    exchange.announced(version(5)), exchange.to_fetch(), exchange.fetched(version(5))
+    exchange.start_over()
+    exchange.welcomed((1, 1), (0, 0), 3)
+    assert exchange.versions == () and exchange.adoptable() == []
+    for one in exchange.to_fetch():
+        assert exchange.fetched(one)
+        assert exchange.adopted(one) == exchange.totals, "progress from versions nobody knows does not count"
+    assert exchange.versions == (1, 1)
+    steps(exchange, 1)
+    exchange.asked(question(8, min_base=1))
+    assert give(exchange).steps == 1
+
+
+# ---------------------------------------------------------------- what is kept at adoption
+
+
+def test_overwriting_drops_what_was_done_after_the_snapshot() -> None:
+    exchange = training(adopt="overwrite")
+    steps(exchange, 4)
+    exchange.asked(question(4)), give(exchange)
+    steps(exchange, 2)
+    assert take(exchange, version(1, counted=1)) == exchange.totals == Mark(6, 60)
+
+
+def test_carrying_keeps_what_was_done_after_a_snapshot_that_was_merged() -> None:
+    exchange = training(adopt="carry")
+    steps(exchange, 4)
+    exchange.asked(question(4)), give(exchange)
+    steps(exchange, 2)
+    assert take(exchange, version(1, counted=1)) == Mark(4, 40)
+    exchange.asked(question(8, min_base=1))
+    answer = give(exchange)
+    assert (answer.base, answer.steps, answer.tokens) == (1, 2, 20)
+
+
+def test_carrying_keeps_everything_when_the_snapshot_was_not_merged() -> None:
+    exchange = training(adopt="carry")
+    steps(exchange, 4)
+    exchange.asked(question(4)), give(exchange)
+    steps(exchange, 2)
+    assert take(exchange, version(1, counted=0)) == Mark(0, 0)
+    exchange.asked(question(8))
+    answer = give(exchange)
+    assert (answer.base, answer.steps) == (1, 6)
+
+
+def test_carrying_knows_a_merge_that_came_in_with_an_overtaken_version() -> None:
+    exchange = training(adopt="carry")
+    steps(exchange, 4)
+    exchange.asked(question(4)), give(exchange)
+    steps(exchange, 2)
+    exchange.announced(version(1, counted=1))
+    exchange.announced(version(2, counted=1))
+    [newest] = exchange.to_fetch()
+    exchange.fetched(newest)
+    assert exchange.adopted(newest) == Mark(4, 40)
+
+
+def test_carrying_knows_a_merge_it_hears_of_on_reconnecting() -> None:
+    exchange = training(adopt="carry")
+    steps(exchange, 4)
+    exchange.asked(question(4)), give(exchange)
+    steps(exchange, 2)
+    exchange.welcomed((1,), (1,), 6)
+    [newest] = exchange.to_fetch()
+    exchange.fetched(newest)
+    assert exchange.adopted(newest) == Mark(4, 40)
+
+
+def test_a_learner_without_a_snapshot_carries_all_it_has() -> None:
+    exchange = training(adopt="carry")
+    steps(exchange, 3)
+    assert take(exchange, version(1)) == Mark(0, 0)
+    assert take(exchange, version(2)) == Mark(0, 0)
+
+
+# ---------------------------------------------------------------- lock-step
+
+
+def lock_step(fragments: int = 1, overlap: int = 2, every: int = 8, **settings: Any) -> Exchange:
+    return training(fragments, wait=True, quorum=0, overlap=overlap, every=every, **settings)
+
+
+def test_in_lock_step_a_due_fragment_is_snapshot_at_its_very_step() -> None:
+    exchange = lock_step(fragments=4)
+    assert steps(exchange, 1) == []
+    assert steps(exchange, 1) == [1]
+    assert steps(exchange, 2) == [2]
+    assert steps(exchange, 4) == [3, 0]
+
+
+def test_in_lock_step_the_answer_is_what_was_staged_however_late_the_question() -> None:
+    exchange = lock_step()
+    steps(exchange, 9)
+    exchange.asked(question(8))
+    answer = give(exchange)
+    assert answer.staged and (answer.steps, answer.tokens, answer.at) == (8, 80, Mark(8, 80))
+
+
+def test_in_lock_step_a_question_about_a_step_not_reached_yet_waits() -> None:
+    exchange = lock_step()
+    steps(exchange, 7)
+    exchange.asked(question(8))
+    assert exchange.answers() == []
+    steps(exchange, 1)
+    assert give(exchange).staged
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2, 7])
+def test_in_lock_step_a_version_is_adopted_at_its_step_and_training_does_not_pass_it(overlap: int) -> None:
+    exchange = lock_step(overlap=overlap)
+    steps(exchange, 8)
+    new = version(1, step=8, counted=1)
+    exchange.announced(new), exchange.to_fetch(), exchange.fetched(new)
+    for _ in range(overlap):
+        assert exchange.adoptable() == [] and not exchange.must_wait()
+        steps(exchange, 1)
+    assert exchange.must_wait() and exchange.adoptable() == [new]
+    exchange.adopted(new)
+    assert not exchange.must_wait() and exchange.adoptable() == []
+
+
+def test_in_lock_step_the_wait_is_for_the_merge_that_is_due_and_no_older_one() -> None:
+    exchange = lock_step(overlap=0)
+    steps(exchange, 8)
+    old = version(1, step=0)
+    exchange.announced(old), exchange.to_fetch(), exchange.fetched(old)
+    exchange.adopted(old)
+    assert exchange.must_wait()
+    take(exchange, version(2, step=8))
+    assert not exchange.must_wait()
+
+
+def test_in_lock_step_one_missing_fragment_is_enough_to_wait() -> None:
+    exchange = lock_step(fragments=2, overlap=0, every=2)
+    steps(exchange, 1)
+    assert exchange.must_wait()
+    take(exchange, version(1, fragment=1, step=1))
+    assert not exchange.must_wait()
+
+
+def test_in_lock_step_carrying_keeps_the_steps_of_the_overlap() -> None:
+    exchange = lock_step(overlap=2, adopt="carry")
+    steps(exchange, 9)
+    exchange.asked(question(8)), give(exchange)
+    steps(exchange, 1)
+    assert take(exchange, version(1, step=8, counted=1)) == Mark(8, 80)
+
+
+def test_a_stopped_learner_neither_waits_nor_stages_and_adopts_at_once() -> None:
+    exchange = lock_step(overlap=1)
+    steps(exchange, 9)
+    assert exchange.must_wait()
+    exchange.stop()
+    assert not exchange.must_wait()
+    exchange.asked(question(10))
+    assert isinstance(exchange.answers()[0], Give), "the last round asks for a step nobody reaches"
+    new = version(1, step=10)
+    exchange.announced(new), exchange.to_fetch(), exchange.fetched(new)
+    assert exchange.adoptable() == [new]
+    assert steps(exchange, 8) == []
+
+
+# ---------------------------------------------------------------- both sides together
+
+
+RETRY_S = 0.05
+BEAT_S = 1.0
+
+
+@dataclasses.dataclass
+class Island:
+    """What the link and the training loop do around an Exchange, without sockets or tensors."""
+
+    name: str
+    session: int
+    exchange: Exchange
+    stream: int | None = None
+    """The connection as the island sees it."""
+    ready_sent: bool = False
+    looping: bool = False
+    blocked: bool = False
+    leaving: bool = False
+    over: bool = False
+
+
+class Sea:
+    """A syncer and islands in virtual time, with delays from a seed. Control messages keep their order, transfers do not."""
+
+    def __init__(
+        self,
+        sync: SyncConfig,
+        islands: int,
+        seed: int,
+        *,
+        message_s: float = 0.02,
+        transfer_s: float = 0.2,
+        step_s: float = 0.1,
+        even: bool = False,
+    ) -> None:
+        self.sync = sync
+        self.random = random.Random(seed)
+        self.clock = VirtualClock()
+        self.core = SyncerCore(sync, sync.fragments)
+        self.message_s, self.transfer_s = message_s, transfer_s
+        self.islands = {f"i{n}": Island(f"i{n}", 0, Exchange(sync, sync.fragments)) for n in range(islands)}
+        self.step_s = {name: step_s * (1.0 if even else self.random.uniform(0.5, 2.0)) for name in self.islands}
+        self.streams: dict[str, int] = {}
+        """The connections as the syncer sees them."""
+        self.ended = False
+        self.store_fails = 0.0
+        self.merged: Counter[tuple[str, int, int, int]] = Counter()
+        """(island, session, fragment, step) → how often that step is part of the global model."""
+        self.adoptions: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in self.islands}
+        """For each island (fragment, version, round, own step), in order."""
+        self._published = [0] * sync.fragments
+        self._offers: dict[tuple[int, str], tuple[int, int, int]] = {}
+        self._durable = self._what_is_durable()
+        self._life = 0
+        self._up_at = 0.0
+        self._numbers = itertools.count(1)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._arrivals: dict[tuple[str, str], float] = {}
+        self._wake = 0
+        for island in self.islands.values():
+            self.after(self.random.uniform(0, 0.1), lambda island=island: self.connect(island))
+            self._beat(island)
+
+    # ---- time
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.clock.now() + seconds, next(self._numbers), act))
+
+    def run(self, until_s: float = 10_000.0) -> Sea:
+        while self._queue and not self.ended:
+            at, _, act = heapq.heappop(self._queue)
+            assert at < until_s, self.describe()
+            self.clock.advance(max(0.0, at - self.clock.now()))
+            act()
+        assert self.ended, self.describe()
+        return self
+
+    def describe(self) -> str:
+        lines = [f"stuck at {self.clock.now():.1f} s: {self.core.phase}, step {self.core.step}, tokens {self.core.tokens}"]
+        for name, island in self.islands.items():
+            lines.append(
+                f"{name}: {island.exchange.phase} step {island.exchange.step} blocked={island.blocked} "
+                f"versions={[h.version for h in island.exchange.held]} waits={[h.waits_for for h in island.exchange.held]} "
+                f"questions={[h.question for h in island.exchange.held if h.question]} "
+                f"known as {self.core.learners[name].phase if name in self.core.learners else 'nobody'}"
+            )
+        return "\n".join(lines + [f"round {f.version}: {f.round}" for f in self.core.fragments if f.round])
+
+    def _delay(self, mean_s: float) -> float:
+        return mean_s * self.random.choice([0.5, 1.0, 1.0, 1.5, 4.0])
+
+    def _in_order(self, who: str, way: str, act: Callable[[], None]) -> None:
+        at = max(self.clock.now() + self._delay(self.message_s), self._arrivals.get((who, way), 0.0))
+        self._arrivals[who, way] = at
+        self.after(at - self.clock.now(), act)
+
+    def _beat(self, island: Island) -> None:
+        self._report(island)
+        self.after(BEAT_S, lambda: self._beat(island))
+
+    # ---- the syncer
+
+    def dispatch(self, event: m.Event) -> None:
+        for action in self.core.handle(event, self.clock.now()):
+            self._perform(action)
+
+    def _perform(self, action: m.Action) -> None:
+        if isinstance(action, m.Goodbye):
+            self._tell(action.name, action)
+            self.streams.pop(action.name, None)
+        elif isinstance(action, (m.Welcome, m.Begin, m.Ask, m.StopTraining)):
+            self._tell(action.name, action)
+        elif isinstance(action, m.Announce):
+            for name, counted in zip(action.names, action.counted, strict=True):
+                self._tell(name, Version(action.fragment, action.version, action.step, counted))
+        elif isinstance(action, m.Merge):
+            units = [(share.name, self._offers[action.fragment, share.name]) for share in action.shares]
+            life = self._life
+            self.after(self._delay(self.message_s), lambda: self._store(action, units, life))
+        elif isinstance(action, m.WakeAt):
+            self._wake += 1
+            wake, life = self._wake, self._life
+            # A timer fires a little late.
+            late = max(0.0, action.at - self.clock.now()) + 1e-6
+            self.after(late, lambda: self.dispatch(m.Tick()) if (wake, life) == (self._wake, self._life) else None)
+        elif isinstance(action, m.Ended):
+            self.ended = True
+
+    def _tell(self, name: str, message: Any) -> None:
+        stream = self.streams.get(name)
+        if stream is not None:
+            island = self.islands[name]
+            self._in_order(name, "out", lambda: self._hear(island, message) if island.stream == stream else None)
+
+    def _store(self, order: m.Merge, units: list[tuple[str, tuple[int, int, int]]], life: int) -> None:
+        if life != self._life:
+            return
+        if self.random.random() < self.store_fails:
+            self.dispatch(m.StoreFailed(order.fragment, "no space"))
+            return
+        self._count(order, units)
+        self._published[order.fragment] = order.version
+        self._durable = self._what_is_durable(order)
+        self.dispatch(m.Stored(order.fragment, order.version))
+
+    def _count(self, order: m.Merge, units: list[tuple[str, tuple[int, int, int]]]) -> None:
+        for name, (session, first, last) in units:
+            for step in range(first + 1, last + 1):
+                self.merged[name, session, order.fragment, step] += 1
+
+    def _what_is_durable(self, order: m.Merge | None = None) -> tuple[Standing, list[FragmentProgress]]:
+        stored = [FragmentProgress(f.version, f.merged_step, dict(f.merged_base)) for f in self.core.fragments]
+        if order is not None:
+            bases = {share.name: share.base for share in order.shares}
+            one = stored[order.fragment]
+            one.version, one.merged_step, one.merged_base = order.version, order.step, {**one.merged_base, **bases}
+        return self.core.standing(), stored
+
+    def crash(self, away_s: float = 0.5) -> None:
+        """The syncer dies; another one takes over from what is durable."""
+        self._life += 1
+        self._up_at = self.clock.now() + away_s
+        self.streams.clear()
+        self._offers.clear()
+        standing, stored = copy.deepcopy(self._durable)
+        for island in self.islands.values():
+            if island.stream is not None:
+                self._lose(island, away_s)
+        self.core = SyncerCore(self.sync, len(stored), now=self._up_at, progress=stored, standing=standing)
+
+    # ---- connections
+
+    def connect(self, island: Island) -> None:
+        if island.over or island.stream is not None or self.islands[island.name] is not island:
+            return
+        if self.clock.now() < self._up_at:
+            self.after(0.2, lambda: self.connect(island))
+            return
+        island.stream = stream = next(self._numbers)
+        exchange = island.exchange
+        joined = m.Joined(island.name, str(island.session), exchange.step, exchange.totals.tokens, exchange.versions)
+
+        def accept() -> None:
+            if island.stream != stream:
+                return
+            for action in self.core.handle(joined, self.clock.now()):
+                if isinstance(action, m.Welcome):
+                    self.streams[island.name] = stream
+                self._perform(action)
+
+        self._in_order(island.name, "in", accept)
+
+    def cut(self, name: str, away_s: float) -> None:
+        """The connection breaks; both ends notice, and the island comes back after a while."""
+        island = self.islands[name]
+        stream = island.stream
+        if stream is None:
+            return
+        self._lose(island, away_s)
+
+        def noticed() -> None:
+            if self.streams.get(name) == stream:
+                del self.streams[name]
+                self.dispatch(m.Disconnected(name, str(island.session)))
+
+        self.after(self._delay(self.message_s), noticed)
+
+    def _lose(self, island: Island, away_s: float = 0.6) -> None:
+        island.stream = None
+        self.after(away_s * self.random.uniform(1.0, 1.2), lambda: self.connect(island))
+
+    def restart(self, name: str) -> None:
+        """The island's process dies and another one starts under its name; what was not given is lost."""
+        old = self.islands[name]
+        self.cut(name, 1e9)
+        old.over = True
+        old.looping = False
+        new = self.islands[name] = Island(name, old.session + 1, Exchange(self.sync, self.sync.fragments))
+        self.after(0.3, lambda: self.connect(new))
+        self._beat(new)
+
+    # ---- the island
+
+    def _hear(self, island: Island, message: Any) -> None:
+        exchange = island.exchange
+        if isinstance(message, m.Welcome):
+            if not message.resumed and exchange.versions:
+                exchange.start_over()
+            island.ready_sent = message.resumed
+            exchange.welcomed(message.versions, message.counted, message.step)
+            if island.leaving:
+                self._send(island, m.Leaving(island.name))
+        elif isinstance(message, m.Begin):
+            exchange.begin(message.step)
+            if exchange.phase == "training" and not island.looping:
+                island.looping = True
+                self._next_step(island)
+        elif isinstance(message, m.Ask):
+            exchange.asked(Question(message.fragment, message.step, message.min_base))
+        elif isinstance(message, Version):
+            exchange.announced(message)
+        elif isinstance(message, m.StopTraining):
+            self.leave(island.name)
+        elif isinstance(message, m.Goodbye):
+            island.stream = None
+            if message.final:
+                exchange.stop()
+                island.over = True
+            else:
+                self.after(0.3, lambda: self.connect(island))
+        self._pump(island)
+
+    def leave(self, name: str) -> None:
+        """The loop ends between two steps, then the island hands over what is left."""
+        island = self.islands[name]
+        island.exchange.stop()
+        island.looping = island.blocked = False
+        if not island.leaving:
+            island.leaving = True
+            self._send(island, m.Leaving(name))
+        self._pump(island)
+
+    def _send(self, island: Island, event: m.Event) -> None:
+        stream = island.stream
+        if stream is not None:
+            deliver = lambda: self.dispatch(event) if self.streams.get(island.name) == stream else None  # noqa: E731
+            self._in_order(island.name, "in", deliver)
+
+    def _report(self, island: Island) -> None:
+        exchange = island.exchange
+        self._send(island, m.Reported(island.name, exchange.step, exchange.totals.tokens, self.step_s[island.name]))
+
+    def _next_step(self, island: Island) -> None:
+        self.after(self.step_s[island.name] * self.random.uniform(0.9, 1.1), lambda: self._step_done(island))
+
+    def _step_done(self, island: Island) -> None:
+        if not island.looping:
+            return
+        island.exchange.stepped(10)
+        self._adopt(island)
+        self._report(island)
+        self._pump(island)
+        island.blocked = island.exchange.must_wait()
+        if not island.blocked:
+            self._next_step(island)
+
+    def _adopt(self, island: Island) -> None:
+        exchange = island.exchange
+        for new in exchange.adoptable():
+            exchange.adopted(new)
+            self.adoptions[island.name].append((new.fragment, new.version, new.step, exchange.step))
+
+    def _pump(self, island: Island) -> None:
+        """Everything that can be done now; between steps only where the training thread would be idle."""
+        exchange = island.exchange
+        if island.blocked or not island.looping:
+            self._adopt(island)
+            if island.blocked and not exchange.must_wait():
+                island.blocked = False
+                self._next_step(island)
+        if island.stream is None or self.streams.get(island.name) != island.stream:
+            return
+        for wanted in exchange.to_fetch():
+            self._fetch(island, wanted)
+        if exchange.versions and not island.ready_sent:
+            island.ready_sent = True
+            self._send(island, m.Ready(island.name))
+        for answer in exchange.answers():
+            if isinstance(answer, Give):
+                exchange.given(answer)
+                self._upload(island, answer)
+            else:
+                self._send(island, m.NothingToGive(island.name, answer.question.fragment, answer.question.step))
+
+    def _fetch(self, island: Island, wanted: Version) -> None:
+        stream = island.stream
+
+        def requested() -> None:
+            there = self.streams.get(island.name) == stream and self._published[wanted.fragment] == wanted.version
+            self.after(self._delay(self.transfer_s), lambda: done(there))
+
+        def done(there: bool) -> None:
+            if there and island.stream == stream:
+                island.exchange.fetched(wanted)
+                self._pump(island)
+            else:
+                self.after(RETRY_S, failed)
+
+        def failed() -> None:
+            island.exchange.fetch_failed(wanted)
+            self._pump(island)
+
+        self.after(self._delay(self.message_s), requested)
+
+    def _upload(self, island: Island, answer: Give) -> None:
+        stream, asked = island.stream, answer.question
+        units = (island.session, answer.at.steps - answer.steps, answer.at.steps)
+        offer = m.Contributed(island.name, asked.fragment, asked.step, answer.base, answer.steps, answer.tokens)
+
+        def arrived() -> None:
+            if self.streams.get(island.name) == stream and self.core.why_refused(offer) is None:
+                self._offers[asked.fragment, island.name] = units
+                self.dispatch(offer)
+            self.after(self._delay(self.message_s), replied)
+
+        def replied() -> None:
+            if island.stream != stream:
+                self.after(RETRY_S, again)
+
+        def again() -> None:
+            island.exchange.ask_again(asked)
+            self._pump(island)
+
+        self.after(self._delay(self.transfer_s), arrived)
+
+    # ---- what came of it
+
+    def repeated(self) -> list[tuple[str, int, int, int]]:
+        return [unit for unit, times in self.merged.items() if times > 1]
+
+    def lost(self) -> list[tuple[str, int, int, int]]:
+        return [
+            unit
+            for name, island in self.islands.items()
+            for fragment in range(self.sync.fragments)
+            for step in range(1, island.exchange.totals.steps + 1)
+            if not self.merged[unit := (name, island.session, fragment, step)]
+        ]
+
+
+def job(**settings: Any) -> SyncConfig:
+    chosen: dict[str, Any] = {"fragments": 3, "every": 6, "overlap": 2, "start_with": 3, "budget_tokens": 1500}
+    return SyncConfig(**{**chosen, **settings})
+
+
+SEEDS = range(12)
+
+
+@pytest.mark.parametrize("adopt", ["overwrite", "carry"])
+@pytest.mark.parametrize("overlap, every, fragments", [(0, 6, 3), (2, 6, 3), (5, 6, 2), (0, 1, 1), (1, 4, 6)])
+def test_in_lock_step_every_island_adopts_the_same_versions_at_the_same_steps(
+    overlap: int, every: int, fragments: int, adopt: str
+) -> None:
+    for seed in SEEDS:
+        sync = job(wait=True, quorum=0, overlap=overlap, every=every, fragments=fragments, adopt=adopt)
+        sea = Sea(sync, 3, seed).run()
+        regular = [
+            [one for one in adoptions if one[2] > 0 and one[3] == one[2] + overlap] for adoptions in sea.adoptions.values()
+        ]
+        turns = sea.core.step // every - 1
+        assert len(regular[0]) >= turns * fragments
+        shortest = min(len(one) for one in regular)
+        assert {tuple(one[: shortest - fragments]) for one in map(tuple, regular)} == {
+            tuple(regular[0][: shortest - fragments])
+        }
+        assert sea.repeated() == []
+
+
+def test_in_lock_step_with_carrying_every_step_reaches_the_model_exactly_once() -> None:
+    for seed in SEEDS:
+        for overlap in (0, 2):
+            sea = Sea(job(wait=True, quorum=0, overlap=overlap, adopt="carry"), 3, seed).run()
+            assert sea.repeated() == [] and sea.lost() == []
+
+
+def test_when_every_merge_waits_for_all_carrying_loses_and_repeats_nothing() -> None:
+    for seed in SEEDS:
+        sea = Sea(job(quorum=0, adopt="carry", every=30, budget_tokens=4000), 3, seed).run()
+        assert sea.repeated() == [] and sea.lost() == []
+
+
+@pytest.mark.parametrize("quorum", [0, 1, 2])
+def test_overwriting_never_merges_a_step_twice(quorum: int) -> None:
+    for seed in SEEDS:
+        sea = Sea(job(quorum=quorum), 4, seed, transfer_s=0.4).run()
+        assert sea.repeated() == []
+        assert sum(sea.merged.values()) > 0
+
+
+@pytest.mark.parametrize("quorum", [0, 1, 2])
+def test_overwriting_never_merges_a_step_twice_whatever_breaks(quorum: int) -> None:
+    for seed in SEEDS:
+        sea = Sea(job(quorum=quorum, budget_tokens=2500, silence_s=3.0), 4, seed)
+        sea.store_fails = 0.2
+        strew(sea, cuts=12, restarts=2, crashes=2)
+        sea.run()
+        assert sea.repeated() == []
+        assert sea.core.tokens >= 2500
+
+
+def strew(sea: Sea, cuts: int, restarts: int, crashes: int, over_s: float = 12.0) -> None:
+    """Faults at random times; islands stay away for less or for more than counts as silence."""
+    for _ in range(cuts):
+        away_s = sea.random.choice([0.1, 0.5, sea.sync.silence_s + 1])
+        sea.after(
+            sea.random.uniform(0.5, over_s), lambda away_s=away_s: sea.cut(sea.random.choice(sorted(sea.islands)), away_s)
+        )
+    for _ in range(restarts):
+        sea.after(sea.random.uniform(0.5, over_s), lambda: sea.restart(sea.random.choice(sorted(sea.islands))))
+    for _ in range(crashes):
+        sea.after(sea.random.uniform(0.5, over_s), sea.crash)
+
+
+def test_islands_of_different_speed_all_take_part_without_waiting() -> None:
+    for seed in SEEDS:
+        sea = Sea(job(quorum=1, budget_tokens=3000), 3, seed).run()
+        contributed = Counter(name for name, _, _, _ in sea.merged)
+        assert set(contributed) == set(sea.islands)
+        for name, island in sea.islands.items():
+            spent = island.exchange.totals.steps * sea.step_s[name]
+            assert spent == pytest.approx(sea.clock.now(), rel=0.25), "its time went into steps"
+
+
+def test_a_run_goes_on_when_one_island_leaves() -> None:
+    for seed in SEEDS:
+        sea = Sea(job(quorum=1, every=12), 3, seed)
+        sea.after(2.0, lambda sea=sea: sea.leave("i1"))
+        sea.run()
+        assert sea.repeated() == []
+        assert sea.islands["i1"].over
+        assert sea.islands["i0"].exchange.step > sea.islands["i1"].exchange.step or sea.step_s["i0"] > sea.step_s["i1"]
+
+
+def test_the_beginning_of_a_run_with_growing_turns_ends_like_any_other() -> None:
+    begin = BeginConfig(steps=30, every=1, islands=2)
+    for seed in SEEDS:
+        for wait in (False, True):
+            sync = job(quorum=0 if wait else 1, wait=wait, every=8, begin=begin)
+            sea = Sea(sync, 3, seed).run()
+            assert sea.repeated() == []
+            assert sea.core.tokens >= 1500
