@@ -121,8 +121,9 @@ def together(*works: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
     return results
 
 
-def skerry_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("skerry-")]
+def learner_threads() -> list[str]:
+    """Those a learner starts and must end; a syncer's are not among them."""
+    return [t.name for t in threading.enumerate() if t.name.startswith(("skerry-link", "skerry-exchange"))]
 
 
 # ---------------------------------------------------------------- looks into a run folder, beside a running syncer

@@ -151,7 +151,7 @@ def test_settings_that_do_not_fit_together_are_refused() -> None:
 def test_a_configuration_made_in_python_is_checked_as_well() -> None:
     with pytest.raises(ConfigError, match="sync.fragments must be >= 1, got 0"):
         SyncConfig(fragments=0)
-    with pytest.raises(ValueError, match="sync.every must be >= 1, got -3"):
+    with pytest.raises(ConfigError, match="sync.every must be >= 1, got -3"):
         dataclasses.replace(SyncConfig(), every=-3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         SyncConfig().fragments = 3  # type: ignore[misc]

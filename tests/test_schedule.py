@@ -127,3 +127,15 @@ def test_a_beginning_that_starts_with_the_final_turn_leaves_the_turns_alone() ->
     plain = dataclasses.replace(sync, begin=BeginConfig())
     for step in range(200):
         assert Schedule(sync, 3).due(step) == Schedule(plain, 3).due(step)
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedule=schedules(), data=st.data(), overlap=st.integers(0, 12))
+def test_a_merge_is_adopted_after_the_overlap_but_before_the_next_turn(
+    schedule: Schedule, data: st.DataObject, overlap: int
+) -> None:
+    fragment = data.draw(st.integers(0, schedule.fragments - 1))
+    start = data.draw(st.integers(0, 500))
+    step = next(step for step in itertools.count(start + 1) if fragment in schedule.due(step))
+    following = next(later for later in itertools.count(step + 1) if fragment in schedule.due(later))
+    assert schedule.adopt_step(fragment, step, overlap) == min(step + overlap, following - 1)

@@ -243,7 +243,7 @@ def test_a_bad_upload_is_refused_and_changes_nothing(run_folder: Path, start_syn
         # The same question is still open, and a proper answer is taken.
         assert (await raw.give(ask)).accepted
         announced = (await raw.receive("announce")).announce
-        assert (announced.fragment, announced.version, announced.includes_yours) == (ask.fragment, 1, True)
+        assert (announced.fragment, announced.version, announced.counted) == (ask.fragment, 1, 1)
 
     play(syncer.address, scenario)
     syncer.stop()
