@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ class SyncerThread:
         self.ended: bool | None = None
         self.error: BaseException | None = None
         self._tls = tls
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._listening = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -41,23 +42,21 @@ class SyncerThread:
         return self
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-
         def listening(port: int) -> None:
             self.port = port
             self._listening.set()
 
         async def serve() -> bool:
+            self._loop = asyncio.get_running_loop()
             store = RunStore(self.folder)
             return await run_syncer(store, self.address, self._tls, on_listening=listening, stop=self._stop)
 
         try:
-            self.ended = self._loop.run_until_complete(serve())
+            self.ended = asyncio.run(serve())
         except BaseException as error:
             self.error = error
         finally:
             self._listening.set()
-            self._loop.close()
 
     def wait(self) -> bool:
         """Until the run has ended."""
@@ -68,8 +67,9 @@ class SyncerThread:
         return bool(self.ended)
 
     def stop(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread.is_alive() and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just ended by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(30)
         assert not self._thread.is_alive(), "the syncer did not stop"
         if self.error:

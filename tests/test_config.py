@@ -143,7 +143,7 @@ def test_a_value_out_of_range_is_refused_with_name_value_and_requirement(path: s
 
 def test_settings_that_do_not_fit_together_are_refused() -> None:
     assert refusal({"data": {"corpus": "folder"}}) == "data.path must be set for corpus 'folder', got ''"
-    with pytest.raises(ConfigError, match="sync.overlap must be less than sync.every in lock-step, got 4"):
+    with pytest.raises(ConfigError, match="sync.overlap must be below sync.every in lock-step, got 4"):
         SyncConfig(every=4, overlap=4, wait=True)
     SyncConfig(every=4, overlap=9, wait=False)
 
@@ -269,7 +269,7 @@ def test_each_algorithm_puts_in_place_what_defines_it_and_nothing_else() -> None
 
 def test_an_overlap_that_lock_step_cannot_have_is_refused_when_it_is_asked_for() -> None:
     sync = SyncConfig(every=2, overlap=2)
-    with pytest.raises(ConfigError, match="sync.overlap must be less than sync.every"):
+    with pytest.raises(ConfigError, match="sync.overlap must be below sync.every"):
         sync.for_algorithm("streaming")
     assert sync.for_algorithm("diloco").overlap == 0
 

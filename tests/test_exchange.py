@@ -21,7 +21,7 @@ from skerry.clock import VirtualClock
 from skerry.config import BeginConfig, SyncConfig
 from skerry.core import messages as m
 from skerry.core.exchange import Exchange, Give, GiveNothing, Mark, Question, Version
-from skerry.core.standing import FragmentProgress, Standing
+from skerry.core.standing import Counted, FragmentProgress, Standing
 from skerry.core.syncer import SyncerCore
 
 
@@ -34,12 +34,13 @@ def question(step: int, fragment: int = 0, min_base: int = 0) -> Question:
 
 
 def take(exchange: Exchange, new: Version) -> Mark:
-    """Announce, fetch and adopt."""
+    """Announce, fetch and adopt; from where on progress counts then."""
     exchange.announced(new)
     assert new in exchange.to_fetch()
     assert exchange.fetched(new)
     assert new in exchange.adoptable()
-    return exchange.adopted(new)
+    exchange.adopted(new)
+    return exchange.held[new.fragment].since
 
 
 def give(exchange: Exchange) -> Give:
@@ -53,7 +54,7 @@ def training(fragments: int = 1, step: int = 0, **settings: Any) -> Exchange:
     """An exchange that has joined, holds version 0 of everything and has begun."""
     settings.setdefault("every", 8)
     exchange = Exchange(SyncConfig(fragments=fragments, **settings), fragments)
-    exchange.welcomed((0,) * fragments, (0,) * fragments, step)
+    exchange.welcomed((0,) * fragments, (0,) * fragments, (0,) * fragments, step)
     for first in exchange.to_fetch():
         assert exchange.fetched(first)
         exchange.adopted(first)
@@ -70,7 +71,7 @@ def steps(exchange: Exchange, count: int, tokens: int = 10) -> list[int]:
 
 def test_a_newcomer_fetches_everything_before_it_can_say_what_it_holds() -> None:
     exchange = Exchange(SyncConfig(fragments=3), 3)
-    exchange.welcomed((4, 0, 2), (0, 0, 0), 17)
+    exchange.welcomed((4, 0, 2), (15, 0, 9), (0, 0, 0), 17)
     wanted = exchange.to_fetch()
     assert [(v.fragment, v.version) for v in wanted] == [(0, 4), (1, 0), (2, 2)]
     assert exchange.to_fetch() == [], "each download starts once"
@@ -165,7 +166,7 @@ def test_a_stopped_learner_gives_what_it_has_and_then_has_nothing() -> None:
     exchange.stop()
     exchange.asked(question(3))
     assert give(exchange).steps == 2
-    take(exchange, version(1, counted=1))
+    take(exchange, version(1, counted=2))
     exchange.asked(question(4, min_base=1))
     assert exchange.answers() == [GiveNothing(question(4, min_base=1))]
     exchange.asked(question(5, min_base=2))
@@ -214,7 +215,7 @@ def test_old_news_is_no_news() -> None:
     exchange = training()
     take(exchange, version(2))
     exchange.announced(version(1)), exchange.announced(version(2))
-    exchange.welcomed((2,), (0,), 5)
+    exchange.welcomed((2,), (4,), (0,), 5)
     assert exchange.to_fetch() == []
 
 
@@ -236,7 +237,7 @@ def test_a_reconnect_voids_questions_and_transfers_and_learns_what_came_out_mean
     exchange.asked(question(8))
     exchange.announced(version(1)), exchange.to_fetch()
     assert exchange.versions == (0, 0)
-    exchange.welcomed((3, 0), (0, 0), 30)
+    exchange.welcomed((3, 0), (28, 0), (0, 0), 30)
     assert exchange.answers() == []
     assert [(v.fragment, v.version) for v in exchange.to_fetch()] == [(0, 3)]
     assert exchange.step == 2 and exchange.totals.steps == 2
@@ -250,11 +251,12 @@ def test_starting_over_forgets_all_versions_and_fetches_them_again() -> None:
     exchange.asked(question(8)), give(exchange)
     exchange.announced(version(5)), exchange.to_fetch(), exchange.fetched(version(5))
     exchange.start_over()
-    exchange.welcomed((1, 1), (0, 0), 3)
+    exchange.welcomed((1, 1), (2, 2), (0, 0), 3)
     assert exchange.versions == () and exchange.adoptable() == []
     for one in exchange.to_fetch():
         assert exchange.fetched(one)
-        assert exchange.adopted(one) == exchange.totals, "progress from versions nobody knows does not count"
+        exchange.adopted(one)
+        assert exchange.held[one.fragment].since == exchange.totals, "progress from versions nobody knows does not count"
     assert exchange.versions == (1, 1)
     steps(exchange, 1)
     exchange.asked(question(8, min_base=1))
@@ -269,7 +271,7 @@ def test_overwriting_drops_what_was_done_after_the_snapshot() -> None:
     steps(exchange, 4)
     exchange.asked(question(4)), give(exchange)
     steps(exchange, 2)
-    assert take(exchange, version(1, counted=1)) == exchange.totals == Mark(6, 60)
+    assert take(exchange, version(1, counted=4)) == exchange.totals == Mark(6, 60)
 
 
 def test_carrying_keeps_what_was_done_after_a_snapshot_that_was_merged() -> None:
@@ -277,7 +279,7 @@ def test_carrying_keeps_what_was_done_after_a_snapshot_that_was_merged() -> None
     steps(exchange, 4)
     exchange.asked(question(4)), give(exchange)
     steps(exchange, 2)
-    assert take(exchange, version(1, counted=1)) == Mark(4, 40)
+    assert take(exchange, version(1, counted=4)) == Mark(4, 40)
     exchange.asked(question(8, min_base=1))
     answer = give(exchange)
     assert (answer.base, answer.steps, answer.tokens) == (1, 2, 20)
@@ -299,11 +301,12 @@ def test_carrying_knows_a_merge_that_came_in_with_an_overtaken_version() -> None
     steps(exchange, 4)
     exchange.asked(question(4)), give(exchange)
     steps(exchange, 2)
-    exchange.announced(version(1, counted=1))
-    exchange.announced(version(2, counted=1))
+    exchange.announced(version(1, counted=4))
+    exchange.announced(version(2, counted=4))
     [newest] = exchange.to_fetch()
     exchange.fetched(newest)
-    assert exchange.adopted(newest) == Mark(4, 40)
+    exchange.adopted(newest)
+    assert exchange.held[0].since == Mark(4, 40)
 
 
 def test_carrying_knows_a_merge_it_hears_of_on_reconnecting() -> None:
@@ -311,10 +314,11 @@ def test_carrying_knows_a_merge_it_hears_of_on_reconnecting() -> None:
     steps(exchange, 4)
     exchange.asked(question(4)), give(exchange)
     steps(exchange, 2)
-    exchange.welcomed((1,), (1,), 6)
+    exchange.welcomed((1,), (4,), (4,), 6)
     [newest] = exchange.to_fetch()
     exchange.fetched(newest)
-    assert exchange.adopted(newest) == Mark(4, 40)
+    exchange.adopted(newest)
+    assert exchange.held[0].since == Mark(4, 40)
 
 
 def test_a_learner_without_a_snapshot_carries_all_it_has() -> None:
@@ -360,7 +364,7 @@ def test_in_lock_step_a_question_about_a_step_not_reached_yet_waits() -> None:
 def test_in_lock_step_a_version_is_adopted_at_its_step_and_training_does_not_pass_it(overlap: int) -> None:
     exchange = lock_step(overlap=overlap)
     steps(exchange, 8)
-    new = version(1, step=8, counted=1)
+    new = version(1, step=8, counted=8)
     exchange.announced(new), exchange.to_fetch(), exchange.fetched(new)
     for _ in range(overlap):
         assert exchange.adoptable() == [] and not exchange.must_wait()
@@ -394,7 +398,7 @@ def test_in_lock_step_carrying_keeps_the_steps_of_the_overlap() -> None:
     steps(exchange, 9)
     exchange.asked(question(8)), give(exchange)
     steps(exchange, 1)
-    assert take(exchange, version(1, step=8, counted=1)) == Mark(8, 80)
+    assert take(exchange, version(1, step=8, counted=8)) == Mark(8, 80)
 
 
 def test_a_stopped_learner_neither_waits_nor_stages_and_adopts_at_once() -> None:
@@ -566,11 +570,11 @@ class Sea:
                 self.merged[name, session, order.fragment, step] += 1
 
     def _what_is_durable(self, order: m.Merge | None = None) -> tuple[Standing, list[FragmentProgress]]:
-        stored = [FragmentProgress(f.version, f.merged_step, dict(f.merged_base)) for f in self.core.fragments]
+        stored = [FragmentProgress(f.version, f.merged_step, dict(f.counted)) for f in self.core.fragments]
         if order is not None:
-            bases = {share.name: share.base for share in order.shares}
             one = stored[order.fragment]
-            one.version, one.merged_step, one.merged_base = order.version, order.step, {**one.merged_base, **bases}
+            one.version, one.merged_step = order.version, order.step
+            one.counted.update({share.name: Counted(order.version, share.upto) for share in order.shares})
         return self.core.standing(), stored
 
     def crash(self, away_s: float = 0.5) -> None:
@@ -646,7 +650,7 @@ class Sea:
             if not message.resumed and exchange.versions:
                 exchange.start_over()
             island.ready_sent = message.resumed
-            exchange.welcomed(message.versions, message.counted, message.step)
+            exchange.welcomed(message.versions, message.merged_steps, message.counted, message.step)
             if island.leaving:
                 self._send(island, m.Leaving(island.name))
         elif isinstance(message, m.Begin):
@@ -755,7 +759,9 @@ class Sea:
     def _upload(self, island: Island, answer: Give) -> None:
         stream, asked = island.stream, answer.question
         units = (island.session, answer.at.steps - answer.steps, answer.at.steps)
-        offer = m.Contributed(island.name, asked.fragment, asked.step, answer.base, answer.steps, answer.tokens)
+        offer = m.Contributed(
+            island.name, asked.fragment, asked.step, answer.base, answer.steps, answer.tokens, answer.at.steps
+        )
 
         def arrived() -> None:
             if self.streams.get(island.name) == stream and self.core.why_refused(offer) is None:

@@ -351,12 +351,24 @@ def test_any_model_is_split_whole_and_as_evenly_as_its_rows_allow(specs: tuple[T
     assert_whole(specs, layout)
     assert layout == split(specs, count)
     sizes = [fragment.numel for fragment in layout.fragments]
-    assert len(sizes) <= count
-    mean, longest_row = sum(sizes) / len(sizes), max(spec.row for spec in moving)
+    assert len(sizes) <= count and min(sizes) > 0
+    mean, longest_row = (
+        sum(sizes) / min(count, sum(spec.numel // spec.row for spec in moving)),
+        max(spec.row for spec in moving),
+    )
     # Largest first never exceeds the mean by more than one piece, and a piece is at most an eighth of it and one row.
     assert max(sizes) <= max(mean * 4 / 3, mean + mean / 8 + longest_row)
     if longest_row <= mean / 6:
         assert max(sizes) * 3 <= mean * 4
+
+
+@pytest.mark.parametrize("inputs, outputs, count", [(784, 10, 24), (1000, 2, 4), (3, 1, 24)])
+def test_a_model_of_few_rows_has_fewer_fragments_rather_than_empty_ones(inputs: int, outputs: int, count: int) -> None:
+    model = Model()
+    model.linear("only", inputs, outputs)
+    layout = split(model.specs, count)
+    assert min(fragment.numel for fragment in layout.fragments) > 0
+    assert layout.fixed.index == len(layout.fragments) <= 2 * outputs
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:

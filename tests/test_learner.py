@@ -31,7 +31,7 @@ import skerry
 from skerry.config import SyncConfig
 from skerry.core.tensors import model_tensors
 from skerry.errors import WireError
-from skerry.syncer.store import read_identity, read_model
+from skerry.syncer.store import RunStore, read_identity, read_model
 
 # One island, merged at every turn with an outer step that takes its weights over: the run must equal plain training.
 EXACT = SyncConfig(
@@ -39,6 +39,13 @@ EXACT = SyncConfig(
 )
 # Nobody waits.
 DECOUPLED = SyncConfig(fragments=2, every=4, overlap=1, quorum=1, outer_lr=1.0, outer_momentum=0.0, send="fp32", merge="mean")
+
+# What nobody catches in a thread, a task or a finalizer fails the test.
+pytestmark = [
+    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.filterwarnings("error::ResourceWarning"),
+]
 
 MakeOptimizer = Callable[[nn.Module], Any]
 
@@ -527,22 +534,17 @@ def test_leaving_twice_is_leaving_once_and_the_optimizer_is_free_again(folder: P
     assert [entry["learner"] for entry in tape(folder, "left")] == ["island-0", "island-0"]
 
 
-def test_the_context_leaves_at_its_end_and_drops_out_on_an_error(folder: Path, start_syncer) -> None:
-    skerry.create(folder, small_model(), DECOUPLED)
+def test_the_context_leaves_at_its_end(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), EXACT)
     syncer = start_syncer(folder)
     model = small_model()
     optimizer = adamw(model)
     with join(syncer.address, model, optimizer) as learner:
         train(model, optimizer, batches(0, 5))
         assert learner.connected and not learner.finished
-    before = sum(versions(folder))
-    with pytest.raises(ArithmeticError), join(syncer.address, model, optimizer):
-        raise ArithmeticError
-    poll(lambda: not learner_threads(), "threads to end")
-    train(model, optimizer, batches(0, 3))
-    assert sum(versions(folder)) == before
+    assert_same(read_model(folder), tensors_of(model), 1e-6)
     syncer.stop()
-    assert len(tape(folder, "left")) == 1 and len(tape(folder, "disconnected")) == 1
+    assert [entry["learner"] for entry in tape(folder, "left")] == ["island-0"]
 
 
 def test_counted_tokens_are_the_weights_of_a_merge(folder: Path, start_syncer) -> None:
@@ -621,45 +623,93 @@ def test_training_goes_on_without_the_syncer_and_merging_when_it_is_back(folder:
     learner.leave(timeout_s=30)
 
 
-def lock_step_run(folder: Path, start_syncer, sync: SyncConfig, stop_after: int | None, port: int = 0) -> dict[str, Tensor]:
-    """Two islands for 12 steps. The syncer is stopped once that many merges are stored, and started again."""
-    skerry.create(folder, small_model(), sync)
-    syncer = start_syncer(folder, port)
-    done = threading.Event()
+class Killed(Exception):
+    """Nothing Skerry knows how to handle: it ends the syncer where it stands."""
+
+
+def die_in_commit(monkeypatch: pytest.MonkeyPatch, number: int, when: str) -> None:
+    """The syncer dies in that merge of the run, before or after the version is durable. Either way nobody is told."""
+    real, merges = RunStore.commit, iter(range(1, 1000))
+
+    def commit(self: RunStore, *arguments: Any) -> None:
+        dies = next(merges) == number
+        if dies and when == "before":
+            raise Killed
+        real(self, *arguments)
+        if dies:
+            raise Killed
+
+    monkeypatch.setattr(RunStore, "commit", commit)
+
+
+def two_islands(address: str, steps: int, pause: Callable[[int], None] = lambda step: None) -> None:
+    """The same data, weights and order whenever this is called."""
 
     def island(index: int) -> None:
         model = small_model()
         optimizer = sgd(model)
-        learner = join(syncer.address, model, optimizer, f"island-{index}", tokens_per_step=2 + index)
-        train(model, optimizer, batches(index, 12))
+        learner = join(address, model, optimizer, f"island-{index}", tokens_per_step=2 + index)
+        for number, batch in enumerate(batches(index, steps)):
+            pause(number)
+            train(model, optimizer, [batch])
         learner.leave(timeout_s=30)
 
-    def islands() -> None:
-        try:
-            together(lambda: island(0), lambda: island(1), timeout_s=40)
-        finally:
-            done.set()
-
-    def interruption() -> None:
-        if stop_after is not None:
-            poll(lambda: done.is_set() or sum(versions(folder)) >= stop_after, "merges")
-            syncer.stop()
-            start_syncer(folder, syncer.port)
-
-    together(islands, interruption)
-    return read_model(folder)
+    together(lambda: island(0), lambda: island(1))
 
 
-@pytest.mark.parametrize("stop_after", [0, 1, 3, 4])
-def test_lock_step_with_a_restarted_syncer_equals_an_uninterrupted_run_bit_for_bit(
-    tmp_path: Path, start_syncer, stop_after: int
+LOCK_STEP = SyncConfig(fragments=2, every=4, overlap=0, wait=True, quorum=0, start_with=2)
+
+
+@pytest.fixture
+def uninterrupted(tmp_path: Path, start_syncer) -> tuple[dict[str, Tensor], list[int]]:
+    folder = skerry.create(tmp_path / "uninterrupted", small_model(), LOCK_STEP)
+    two_islands(start_syncer(folder).address, 10)
+    return read_model(folder), versions(folder)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("number", [1, 2, 5, 6])
+def test_lock_step_with_a_syncer_that_dies_equals_an_uninterrupted_run_bit_for_bit(
+    folder: Path, start_syncer, monkeypatch, uninterrupted, number: int, when: str
 ) -> None:
-    sync = SyncConfig(fragments=2, every=4, overlap=0, wait=True, quorum=0, start_with=2)
-    expected = lock_step_run(tmp_path / "whole", start_syncer, sync, None)
-    found = lock_step_run(tmp_path / "broken", start_syncer, sync, stop_after)
-    assert len(tape(tmp_path / "broken", "syncer_started")) == 2
-    assert versions(tmp_path / "broken") == versions(tmp_path / "whole")
-    assert_same(found, expected)
+    skerry.create(folder, small_model(), LOCK_STEP)
+    syncer = start_syncer(folder)
+    die_in_commit(monkeypatch, number, when)
+
+    def bring_back() -> None:
+        with pytest.raises(Killed):
+            syncer.wait()
+        assert sum(versions(folder)) == (number if when == "after" else number - 1)
+        start_syncer(folder, syncer.port)
+
+    together(lambda: two_islands(syncer.address, 10), bring_back)
+    assert len(tape(folder, "syncer_started")) == 2
+    assert versions(folder) == uninterrupted[1]
+    assert_same(read_model(folder), uninterrupted[0])
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_lock_step_with_a_syncer_that_is_stopped_equals_an_uninterrupted_run_bit_for_bit(
+    folder: Path, start_syncer, uninterrupted, step: int
+) -> None:
+    skerry.create(folder, small_model(), LOCK_STEP)
+    syncer = start_syncer(folder)
+    paused, stopped = threading.Barrier(3), threading.Event()
+
+    def pause(number: int) -> None:
+        if number == step:
+            paused.wait(30)
+            assert stopped.wait(30)
+
+    def stop() -> None:
+        paused.wait(30)
+        syncer.stop()
+        stopped.set()
+        start_syncer(folder, syncer.port)
+
+    together(lambda: two_islands(syncer.address, 10, pause), stop)
+    assert versions(folder) == uninterrupted[1]
+    assert_same(read_model(folder), uninterrupted[0])
 
 
 # ---------------------------------------------------------------- nothing leaks
@@ -668,18 +718,16 @@ def test_lock_step_with_a_restarted_syncer_equals_an_uninterrupted_run_bit_for_b
 def test_leaving_ends_every_thread_and_task(folder: Path, start_syncer, recwarn, caplog) -> None:
     skerry.create(folder, small_model(), DECOUPLED)
     syncer = start_syncer(folder)
-    for turn in range(3):
+    for _ in range(3):
         model = small_model()
         optimizer = adamw(model)
         learner = join(syncer.address, model, optimizer)
         train(model, optimizer, batches(0, 5))
-        if turn == 2:
-            learner.detach()
-        else:
-            learner.leave(timeout_s=30)
+        learner.leave(timeout_s=30)
         poll(lambda: not learner_threads(), "threads to end")
     syncer.stop()
+    JOINED.clear()
     del learner
     gc.collect()
     assert not [str(w.message) for w in recwarn if issubclass(w.category, (ResourceWarning, RuntimeWarning))]
-    assert "Task was destroyed" not in caplog.text and "never retrieved" not in caplog.text
+    assert not [r.getMessage() for r in caplog.records if r.name == "asyncio" and r.levelno >= logging.ERROR]

@@ -154,6 +154,18 @@ def test_exactly_opposite_progress_cancels() -> None:
     assert torch.equal(radial_mean([delta, -delta], [1.0, 1.0]), torch.zeros(3))
 
 
+def test_progress_that_cancels_does_not_become_a_full_step_in_a_random_direction() -> None:
+    [delta] = vectors(1, 1000)
+    deltas = [delta, -0.37 * delta]
+    close(radial_mean(deltas, [1.0, 1.0]), reference_mean(deltas, [1.0, 1.0]))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_lengths_beyond_the_squares_of_single_precision_are_measured(scale: float) -> None:
+    deltas = [vector * scale for vector in vectors(3, 100)]
+    close(radial_mean(deltas, [1.0, 2.0, 3.0]), reference_radial(deltas, [1.0, 2.0, 3.0]))
+
+
 def test_weight_is_tokens_times_tokens_per_step() -> None:
     assert weight(tokens=800, steps=4) == 800 * 200
     assert weight(tokens=1600, steps=8) == 2 * weight(tokens=800, steps=4), "twice the time counts twice"

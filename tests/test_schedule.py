@@ -90,7 +90,7 @@ def test_stages_move_from_the_first_settings_to_the_last_and_never_back(schedule
     for earlier, later in itertools.pairwise(stages[:-1]):
         assert later.every == 2 * earlier.every
     if len(stages) > 1:
-        assert stages[-2].every < stages[-1].every <= 2 * stages[-2].every
+        assert stages[-2].every <= stages[-1].every <= 2 * stages[-2].every
     for name in ("outer_lr", "outer_momentum"):
         values = [getattr(stage, name) for stage in stages]
         # Rounding may make two neighbours differ in the last bit where the setting does not move at all.
@@ -105,20 +105,12 @@ def test_the_stage_of_a_step_is_the_last_that_has_begun(schedule: Schedule, step
     assert schedule.stage(step) == begun[-1]
 
 
-@settings(max_examples=200, deadline=None)
-@given(schedule=schedules(), after=st.integers(0, 700), length=st.integers(0, 700))
-def test_a_jump_asks_for_each_fragment_once_at_its_latest_turn(schedule: Schedule, after: int, length: int) -> None:
-    upto = after + length
-    latest: dict[int, int] = {}
-    for step in range(after + 1, upto + 1):
-        for fragment in schedule.due(step):
-            latest[fragment] = step
-    expected = sorted((step, fragment) for fragment, step in latest.items())
-    assert schedule.due_between(after, upto) == expected
-
-
-def test_a_jump_back_asks_for_nothing() -> None:
-    assert Schedule(SyncConfig(every=4), 4).due_between(10, 3) == []
+@settings(max_examples=60, deadline=None)
+@given(schedule=schedules(), step=st.integers(0, 600))
+def test_the_last_turn_of_a_fragment_is_the_latest_step_it_was_due_at(schedule: Schedule, step: int) -> None:
+    for fragment in range(schedule.fragments):
+        turns = (earlier for earlier in range(step, 0, -1) if fragment in schedule.due(earlier))
+        assert schedule.last_due(fragment, step) == next(turns, 0)
 
 
 def test_a_beginning_that_starts_with_the_final_turn_leaves_the_turns_alone() -> None:
@@ -127,6 +119,7 @@ def test_a_beginning_that_starts_with_the_final_turn_leaves_the_turns_alone() ->
     plain = dataclasses.replace(sync, begin=BeginConfig())
     for step in range(200):
         assert Schedule(sync, 3).due(step) == Schedule(plain, 3).due(step)
+    assert (Schedule(sync, 3).stage(49).outer_lr, Schedule(sync, 3).stage(50).outer_lr) == (1.0, 0.5)
 
 
 @settings(max_examples=100, deadline=None)

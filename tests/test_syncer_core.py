@@ -40,7 +40,7 @@ from skerry.core.messages import (
     WakeAt,
     Welcome,
 )
-from skerry.core.standing import FragmentProgress, Standing
+from skerry.core.standing import Counted, FragmentProgress, Standing
 from skerry.core.syncer import RETRY_STORE_S, SyncerCore
 
 A = TypeVar("A")
@@ -126,7 +126,7 @@ class Run:
     def restored(self, *, after_seconds: float = 1.0) -> Run:
         """A new process that found what the last one wrote; the clock of another process starts anywhere."""
         standing = Standing.from_json(json.loads(json.dumps(self.core.standing().to_json())))
-        stored = [FragmentProgress(f.version, f.merged_step, dict(f.merged_base)) for f in self.core.fragments]
+        stored = [FragmentProgress(f.version, f.merged_step, dict(f.counted)) for f in self.core.fragments]
         other = copy.copy(self)
         other.now = self.now + after_seconds
         other.core = SyncerCore(self.sync, self.count, now=other.now, progress=stored, standing=standing)
@@ -954,7 +954,7 @@ class World:
         return core.tokens, core.step, PHASES.index(core.phase), [fragment.version for fragment in core.fragments]
 
     def _durable(self) -> tuple[Standing, list[FragmentProgress]]:
-        stored = [FragmentProgress(f.version, f.merged_step, dict(f.merged_base)) for f in self.core.fragments]
+        stored = [FragmentProgress(f.version, f.merged_step, dict(f.counted)) for f in self.core.fragments]
         return self.core.standing(), stored
 
     def apply(self, event: Event) -> list[Action]:
@@ -1103,7 +1103,7 @@ class World:
             index, order = min(self.ordered.items())
             stored[index].version = order.version
             stored[index].merged_step = order.step
-            stored[index].merged_base.update({share.name: share.base for share in order.shares})
+            stored[index].counted.update({share.name: Counted(order.version, share.upto) for share in order.shares})
             self._count(order)
         self.ordered.clear()
         for names in self.asked.values():

@@ -174,7 +174,7 @@ class SequentialLearner:
     alive: bool = True
     life: int = 0
     ready: dict[int, Tensor] = field(default_factory=dict)
-    snapshots: dict[int, Tensor] = field(default_factory=dict)
+    snapshots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
 
 class SequentialRun:
@@ -301,10 +301,11 @@ class SequentialRun:
         """A step boundary: adopt what has arrived, answer what can be answered."""
         for version in learner.exchange.adoptable():
             values = learner.ready.pop(version.fragment)
-            change = values
+            change, since = values, learner.exchange.uncounted_since(version).steps
+            given = learner.snapshots.setdefault(version.fragment, {})
             if self.sync.adopt == "carry":
-                snapshot = learner.snapshots.get(version.fragment) if learner.exchange.includes_ours(version) else None
-                change = values - (snapshot if snapshot is not None else learner.base[version.fragment])
+                change = values - given.get(since, learner.base[version.fragment])
+                learner.snapshots[version.fragment] = {at: kept + change for at, kept in given.items() if at > since}
             self._write(learner.weights, version.fragment, change)
             learner.base[version.fragment] = values
             learner.exchange.adopted(version)
@@ -319,11 +320,13 @@ class SequentialRun:
                 continue
             values = self._read(learner.weights, question.fragment)
             if self.sync.adopt == "carry":
-                learner.snapshots[question.fragment] = values
+                learner.snapshots.setdefault(question.fragment, {})[answer.at.steps] = values
             learner.exchange.given(answer)
             delta = self._through_codec(self.sync.send, learner.base[question.fragment] - values)
             self.sent_bytes += codecs.codec(self.sync.send).size_bytes(values.numel())
-            offer = m.Contributed(learner.name, question.fragment, question.step, answer.base, answer.steps, answer.tokens)
+            offer = m.Contributed(
+                learner.name, question.fragment, question.step, answer.base, answer.steps, answer.tokens, answer.at.steps
+            )
             self._at(self.now + self._delay, lambda offer=offer, delta=delta: self._arrive(offer, delta))
 
     def _arrive(self, offer: m.Contributed, delta: Tensor) -> None:

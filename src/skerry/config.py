@@ -36,8 +36,9 @@ class BeginConfig:
 
     steps: int = 0
     """Over how many outer steps the beginning lasts; 0 means the run starts with its final settings."""
-    every: int = 1
-    """H at the very start; it doubles in equal stretches until it reaches sync.every."""
+    every: int = 4
+    """H at the very start; it doubles in equal stretches until it reaches sync.every. Much shorter than the time an
+    exchange takes is of no use: what an island does meanwhile is overwritten."""
     outer_lr: float = 1.0
     """Outer learning rate at the very start; it moves to sync.outer_lr as H grows."""
     outer_momentum: float = 0.0
@@ -71,9 +72,9 @@ class SyncConfig:
     """γ: share of the spare time of an exchange that a merge spends waiting for more contributions."""
     merge: Literal["radial", "mean"] = "radial"
     """Radial-directional averaging or the plain weighted mean; embeddings always use the plain mean."""
-    outer_lr: float = 0.7
+    outer_lr: float = 0.5
     """Learning rate of the outer Nesterov step."""
-    outer_momentum: float = 0.6
+    outer_momentum: float = 0.8
     """Momentum of the outer Nesterov step."""
     damp_absent: bool = True
     """Scale the outer step by the share of live learners' weight that is in the merge, so one island cannot drag the model."""
@@ -108,13 +109,11 @@ class SyncConfig:
         _require(self.start_with >= 1, "sync.start_with", self.start_with, ">= 1")
         _require(self.budget_tokens >= 0, "sync.budget_tokens", self.budget_tokens, ">= 0")
         _require(self.silence_s > 0, "sync.silence_s", self.silence_s, "> 0")
+        _require(not self.wait or self.overlap < self.every, "sync.overlap", self.overlap, "below sync.every in lock-step")
+        _require(not self.wait or self.quorum == 0, "sync.quorum", self.quorum, "0 (all) in lock-step")
         _require(
-            not self.wait or self.overlap < self.every,
-            "sync.overlap",
-            self.overlap,
-            "less than sync.every in lock-step",
+            not self.begin.steps or self.begin.every <= self.every, "sync.begin.every", self.begin.every, "at most sync.every"
         )
-        _require(self.begin.every <= self.every, "sync.begin.every", self.begin.every, "at most sync.every")
 
     def for_algorithm(self, algorithm: Algorithm) -> SyncConfig:
         """The same settings with what defines the named algorithm put in place."""
@@ -191,6 +190,8 @@ class TrainConfig:
         _require(self.batch % self.accumulate == 0, "train.accumulate", self.accumulate, f"a divisor of {self.batch}")
         _require(self.lr > 0, "train.lr", self.lr, "> 0")
         _require(0 <= self.warmup < 1, "train.warmup", self.warmup, "in [0, 1)")
+        _require(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, ">= 0")
+        _require(0 <= self.beta2 < 1, "train.beta2", self.beta2, "in [0, 1)")
         _require(0 <= self.final_lr <= 1, "train.final_lr", self.final_lr, "in [0, 1]")
         _require(self.clip >= 0, "train.clip", self.clip, ">= 0")
 
@@ -290,7 +291,7 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     origin = typing.get_origin(hint)
     if origin is Literal:
         choices = typing.get_args(hint)
-        if value not in choices:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
             raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
         return value
     if origin is tuple:
@@ -325,6 +326,9 @@ def to_json(config: object) -> str:
 
 def from_json(cls: type[Any], text: str) -> Any:
     try:
-        return from_mapping(cls, json.loads(text))
+        values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"not valid JSON: {error}") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"settings must be a table, got {text[:40]!r}")
+    return from_mapping(cls, values)

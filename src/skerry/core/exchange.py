@@ -4,9 +4,10 @@ It knows counters and versions, not tensors. Its caller owns threads, sockets an
 
 Rules:
  1. Progress counts from the version last adopted. Steps and tokens of a fragment start again at every adoption, except
-    that "carry" keeps what was done after the snapshot.
- 2. An answer needs a base the syncer still takes (min_base) and at least one step of progress; until then the question
-    stays open.
+    that "carry" keeps what is not part of the adopted version.
+ 2. An answer needs a version the syncer still takes (min_base) and at least one step of progress; until then the question
+    stays open. One that can make no progress (it has stopped, or waits) says so. A question is answered once, unless the
+    answer did not get through.
  3. Only the newest version of a fragment is fetched; one that is overtaken is dropped.
  4. Outside lock-step nothing ever waits. In lock-step a fragment due at step t is snapshot at t, adopted at t + τ (or
     just before it is due again, if that is earlier) and not before, and no further step starts without it.
@@ -19,6 +20,9 @@ from typing import Literal
 
 from skerry.config import SyncConfig
 from skerry.core.schedule import Schedule
+
+KEPT_GIVES = 4
+"""Answers of a fragment whose fate is not known that are remembered. More than one happens only when connections break."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,9 @@ class Version:
     fragment: int
     version: int
     step: int
+    """The round it was merged in."""
     counted: int
-    """Our progress from versions below this one is part of it, in this merge or in one before."""
+    """Our progress up to this many of our own steps is part of it, by this merge or by one before."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,13 @@ class GiveNothing:
 @dataclass
 class Held:
     version: int = -1
-    adopted_at: Mark = field(default_factory=Mark)
+    since: Mark = field(default_factory=Mark)
+    """From these totals on, progress is not part of the version held."""
     question: Question | None = None
-    given_at: Mark | None = None
-    """Totals when the snapshot of the last answer was taken, if it was taken from the version held now."""
+    answered: int | None = None
+    """The round our last answer was for, while it may be on its way."""
+    gives: list[Mark] = field(default_factory=list)
+    """Totals at the snapshots of answers that are not known to be part of the version held."""
     staged: tuple[int, Mark, int] | None = None
     """In lock-step: (step, totals, version) of the snapshot taken when the fragment was due."""
     waits_for: int | None = None
@@ -103,14 +111,19 @@ class Exchange:
 
     # ------------------------------------------------------------ from the syncer
 
-    def welcomed(self, versions: tuple[int, ...], counted: tuple[int, ...], step: int) -> None:
+    def welcomed(
+        self, versions: tuple[int, ...], merged_steps: tuple[int, ...], counted: tuple[int, ...], run_step: int
+    ) -> None:
         """Connected. Questions from before are void; versions that came out meanwhile are wanted."""
         for fragment, version in enumerate(versions):
             held = self.held[fragment]
             held.question = None
+            held.answered = None
             held.fetching = None
-            if version > held.version and (held.newest is None or held.newest.version < version):
-                held.newest = Version(fragment, version, step, counted[fragment])
+            self.announced(Version(fragment, version, merged_steps[fragment], counted[fragment]))
+        if self.sync.wait and self.phase == "training":
+            # The others may have gone on without us.
+            self.step = max(self.step, run_step)
 
     def begin(self, step: int) -> None:
         if self.phase == "joining":
@@ -119,11 +132,18 @@ class Exchange:
 
     def announced(self, version: Version) -> None:
         held = self.held[version.fragment]
-        if version.version > held.version and (held.newest is None or version.version >= held.newest.version):
-            held.newest = version
+        if version.version > held.version:
+            held.answered = None  # that round is over
+            if held.newest is None or version.version >= held.newest.version:
+                held.newest = version
+        elif held.waits_for is not None and version.step >= held.waits_for:
+            # The turn we wait for brought nothing new.
+            held.waits_for = None
 
     def asked(self, question: Question) -> None:
-        self.held[question.fragment].question = question
+        held = self.held[question.fragment]
+        if held.answered != question.step:
+            held.question = question
 
     def stop(self) -> None:
         self.phase = "stopped"
@@ -143,10 +163,9 @@ class Exchange:
 
     def fetched(self, version: Version) -> bool:
         """A download is complete. False if it is of no use any more."""
+        self.fetch_failed(version)
         held = self.held[version.fragment]
-        if held.fetching is not None and held.fetching.version == version.version:
-            held.fetching = None
-        if version.version <= held.version:
+        if version.version <= max(held.version, held.fetched.version if held.fetched else -1):
             return False
         held.fetched = version
         return True
@@ -158,9 +177,8 @@ class Exchange:
 
     def start_over(self) -> None:
         """The syncer does not know the versions held here: every fragment is fetched again."""
-        for held in self.held:
-            held.version = -1
-            held.newest = held.fetched = held.fetching = held.given_at = held.staged = None
+        for fragment in range(len(self.held)):
+            self.held[fragment] = Held(since=self.totals)
 
     def can_answer(self) -> bool:
         return any(self._answer(held) is not None for held in self.held)
@@ -172,6 +190,7 @@ class Exchange:
             answer = self._answer(held)
             if answer is not None:
                 held.question = None
+                held.answered = answer.question.step
                 ready.append(answer)
         return ready
 
@@ -179,28 +198,28 @@ class Exchange:
         question = held.question
         if question is None or held.version < question.min_base:
             return None
-        if self.sync.wait and self.phase != "stopped" and question.step > self.step:
+        stopped = self.phase == "stopped"
+        if self.sync.wait and not stopped and question.step > self.step:
             return None
-        if held.staged is not None and held.staged[0] == question.step and held.staged[2] == held.version:
+        at, staged = self.totals, False
+        if not stopped and held.staged is not None and held.staged[::2] == (question.step, held.version):
             at, staged = held.staged[1], True
-        else:
-            at, staged = self.totals, False
-        steps, tokens = at.steps - held.adopted_at.steps, at.tokens - held.adopted_at.tokens
-        if steps > 0:
+        steps, tokens = at.steps - held.since.steps, at.tokens - held.since.tokens
+        if steps > 0 and tokens > 0:
             return Give(question, held.version, steps, tokens, at, staged)
-        return GiveNothing(question) if self.phase == "stopped" else None
-
-    def ask_again(self, question: Question) -> None:
-        """The answer did not get through. A newer question takes precedence."""
-        held = self.held[question.fragment]
-        if held.question is None:
-            held.question = question
+        return GiveNothing(question) if stopped or self.must_wait() else None
 
     def given(self, give: Give) -> None:
         """The snapshot for this answer has been taken."""
         held = self.held[give.question.fragment]
-        if held.version == give.base:
-            held.given_at = give.at
+        held.gives = [*held.gives, give.at][-KEPT_GIVES:]
+
+    def ask_again(self, question: Question) -> None:
+        """The answer did not get through. A newer question takes precedence."""
+        held = self.held[question.fragment]
+        if held.question is None and held.answered == question.step:
+            held.answered = None
+            held.question = question
 
     # ------------------------------------------------------------ the training loop
 
@@ -219,47 +238,41 @@ class Exchange:
 
     def adoptable(self) -> list[Version]:
         """Fetched versions that may be put into the model at this step boundary."""
-        return [held.fetched for held in self.held if held.fetched is not None and self._may_adopt(held.fetched)]
+        return [held.fetched for held in self.held if held.fetched is not None and self._may_adopt(held, held.fetched)]
 
-    def _may_adopt(self, version: Version) -> bool:
+    def _may_adopt(self, held: Held, version: Version) -> bool:
         if not self.sync.wait or self.phase != "training":
             return True
+        if self._overdue(version.fragment, held) and held.waits_for is not None and version.step >= held.waits_for:
+            return True
         return self.step >= self.schedule.adopt_step(version.fragment, version.step, self.sync.overlap)
+
+    def _overdue(self, fragment: int, held: Held) -> bool:
+        if held.waits_for is None:
+            return False
+        return self.step >= self.schedule.adopt_step(fragment, held.waits_for, self.sync.overlap)
 
     def must_wait(self) -> bool:
         """Lock-step: is a fragment whose overlap is over still missing?"""
         if not self.sync.wait or self.phase != "training":
             return False
-        return any(
-            held.waits_for is not None and self.step >= self.schedule.adopt_step(fragment, held.waits_for, self.sync.overlap)
-            for fragment, held in enumerate(self.held)
-        )
+        return any(self._overdue(fragment, held) for fragment, held in enumerate(self.held))
 
-    def adopted(self, version: Version) -> Mark:
-        """The version is in the model now. Returns the totals its progress is counted from."""
+    def adopted(self, version: Version) -> None:
+        """The version is in the model now."""
         held = self.held[version.fragment]
-        since = self.totals
-        if self.sync.adopt == "carry":
-            since = self.carried_from(version)
+        held.since = self.uncounted_since(version) if self.sync.adopt == "carry" else self.totals
+        held.gives = [give for give in held.gives if give.steps > held.since.steps]
         held.version = version.version
-        held.adopted_at = since
-        held.given_at = None
         held.staged = None
         if held.fetched is not None and held.fetched.version == version.version:
             held.fetched = None
         if held.waits_for is not None and version.step >= held.waits_for:
             held.waits_for = None
-        return since
 
-    def carried_from(self, version: Version) -> Mark:
-        """From where on local progress is not part of this version: our snapshot if it was merged, else our base."""
+    def uncounted_since(self, version: Version) -> Mark:
+        """From which totals on our progress is not part of this version: those of the answer it contains, or as before."""
         held = self.held[version.fragment]
         if held.version < 0:
             return self.totals
-        if self.includes_ours(version) and held.given_at is not None:
-            return held.given_at
-        return held.adopted_at
-
-    def includes_ours(self, version: Version) -> bool:
-        """Is what we gave from the version held now part of this one? It may have come in with an earlier merge."""
-        return self.held[version.fragment].version < version.counted
+        return next((give for give in held.gives if give.steps == version.counted), held.since)

@@ -114,9 +114,11 @@ def split(tensors: Sequence[TensorSpec], count: int) -> Layout:
         bins = _pack(_cut(moving, mean / cut), count)
         if max(sum(p.numel for p in pieces) for pieces in bins) * 3 <= mean * 4:
             break
+    # A model of few rows does not fill every bin.
+    bins = [pieces for pieces in bins if pieces]
     fragments = tuple(Fragment(index, tuple(sorted(pieces, key=_place))) for index, pieces in enumerate(bins))
     fixed = tuple(Piece(i, 0, t.numel) for i, t in enumerate(tensors) if t.rule == "fixed" and t.numel)
-    return Layout(tuple(tensors), fragments, Fragment(count, fixed))
+    return Layout(tuple(tensors), fragments, Fragment(len(fragments), fixed))
 
 
 def _place(piece: Piece) -> tuple[int, int]:

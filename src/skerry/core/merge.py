@@ -42,6 +42,10 @@ def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return result
 
 
+CANCELLED = 1e-4
+"""Directions whose mean is shorter than this cancel out. What is left is rounding, and has no direction to keep."""
+
+
 def radial_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Radial-directional averaging: the mean length times the mean direction.
 
@@ -50,16 +54,20 @@ def radial_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     if len(deltas) == 1:
         return deltas[0].clone()
     total = sum(weights)
-    norms = [float(torch.linalg.vector_norm(delta)) for delta in deltas]
+    norms = [_norm(delta) for delta in deltas]
     direction = torch.zeros_like(deltas[0])
     for delta, share, norm in zip(deltas, weights, norms, strict=True):
         if norm > 0:
             direction.add_(delta, alpha=share / total / norm)
-    length = float(torch.linalg.vector_norm(direction))
-    if length == 0:
-        return direction
+    length = _norm(direction)
+    if length < CANCELLED:
+        return mean(deltas, weights)
     radius = sum(share * norm for share, norm in zip(weights, norms, strict=True)) / total
     return direction.mul_(radius / length)
+
+
+def _norm(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
 
 
 def nesterov(state: FragmentState, gradient: Tensor, lr: float, momentum: float) -> FragmentState:

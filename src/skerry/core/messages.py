@@ -39,7 +39,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Contributed:
-    """A contribution has arrived whole. `step` is the round it answers."""
+    """A contribution has arrived whole. `step` is the round it answers, `upto` the learner's own count of steps in it."""
 
     name: str
     fragment: int
@@ -47,11 +47,12 @@ class Contributed:
     base: int
     steps: int
     tokens: int
+    upto: int = 0
 
 
 @dataclass(frozen=True)
 class NothingToGive:
-    """A learner that was asked has made no progress on the fragment since it adopted it."""
+    """A learner that was asked has no progress to give, or what it gave cannot be used."""
 
     name: str
     fragment: int
@@ -125,8 +126,10 @@ class Welcome:
     step: int
     resumed: bool
     versions: tuple[int, ...]
+    merged_steps: tuple[int, ...]
+    """For each fragment: the round its version was merged in."""
     counted: tuple[int, ...]
-    """For each fragment: the learner's progress from versions below this one is part of the current version."""
+    """For each fragment: the learner's progress up to this many of its own steps is part of the current version."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Ask:
-    """Ask a learner for a fragment. Its base must be at least `min_base`: older progress has been counted already."""
+    """Ask a learner for a fragment. It must have adopted version `min_base` or a later one: what it gave is in there."""
 
     name: str
     fragment: int
@@ -156,6 +159,7 @@ class Share:
     steps: int
     tokens: int
     weight: float
+    upto: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ class Announce:
     version: int
     step: int
     counted: tuple[int, ...]
-    """For each of them: its progress from versions below this one is part of the new version."""
+    """For each of them: its progress up to this many of its own steps is part of the new version."""
 
 
 @dataclass(frozen=True)

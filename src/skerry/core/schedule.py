@@ -41,30 +41,26 @@ class Schedule:
                 return later - 1
         return step + overlap
 
-    def due_between(self, after: int, upto: int) -> list[tuple[int, int]]:
-        """(step, fragment) for each fragment due in (after, upto], each with the latest such step, in order of step.
-
-        A clock that jumps (the syncer was away) asks for each fragment once, not once per missed turn.
-        """
-        latest: dict[int, int] = {}
-        longest = max(stage.every for stage in self.stages)
-        for step in range(max(after, upto - 2 * longest) + 1, upto + 1):
-            for fragment in self.due(step):
-                latest[fragment] = step
-        return sorted((step, fragment) for fragment, step in latest.items())
+    def last_due(self, fragment: int, step: int) -> int:
+        """The latest step up to `step` at which this fragment was due; 0 if there is none."""
+        end = step
+        for stage in reversed(self.stages):
+            if stage.first_step > end:
+                continue
+            found = end - (end - fragment * stage.every // self.fragments) % stage.every
+            if found >= max(stage.first_step, 1):
+                return found
+            end = stage.first_step - 1
+        return 0
 
 
 def _stages(sync: SyncConfig) -> list[Stage]:
     begin = sync.begin
-    lengths = [sync.every]
-    if begin.steps:
-        lengths = []
-        every = begin.every
-        while every < sync.every:
-            lengths.append(every)
-            every *= 2
+    lengths = [begin.every] if begin.steps else []
+    while begin.steps and lengths[-1] * 2 < sync.every:
+        lengths.append(lengths[-1] * 2)
     stages = []
-    early = len(lengths) if begin.steps else 0
+    early = len(lengths)
     for index in range(early):
         share = index / early
         stages.append(

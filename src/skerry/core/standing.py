@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,7 +27,14 @@ class LearnerState:
     last_share: float = 0.0
     ready: bool = False
     began: bool = False
-    leaving: bool = False
+    owes: set[int] | None = None
+    """For one that leaves: fragments it has not had the chance to give since it said so."""
+    retired: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+    """Sessions of earlier processes of this name."""
+
+    @property
+    def leaving(self) -> bool:
+        return self.owes is not None
 
 
 @dataclass
@@ -34,8 +42,10 @@ class Round:
     step: int
     opened_at: float
     asked: set[str]
-    everyone: bool = False
-    """Wait for all who were asked, for as long as silence is tolerated: the last chance of a learner to give."""
+    needed: set[str] = field(default_factory=set)
+    """Those whose last chance this is: they are waited for as long as silence is tolerated, whatever the quorum."""
+    due: int = 0
+    """The last turn that falls into this round."""
     arrived: dict[str, Contributed] = field(default_factory=dict)
     quorum_at: float | None = None
     deadline: float | None = None
@@ -43,19 +53,30 @@ class Round:
     not_before: float = 0.0
     """A merge that could not be stored is tried again from here on."""
 
+    @property
+    def missing(self) -> set[str]:
+        return self.asked - set(self.arrived)
+
+
+@dataclass
+class Counted:
+    """The last contribution of a learner that was merged: into which version, and how many of its own steps it covers."""
+
+    version: int
+    upto: int
+
 
 @dataclass
 class FragmentProgress:
     version: int = 0
     merged_step: int = 0
     """The round of the newest version."""
-    merged_base: dict[str, int] = field(default_factory=dict)
-    """For each learner the newest base whose progress has been merged."""
+    counted: dict[str, Counted] = field(default_factory=dict)
     round: Round | None = None
 
-    def counted(self, name: str) -> int:
-        """This learner's progress from versions below the one returned has been merged."""
-        return self.merged_base.get(name, -1) + 1
+    def counted_upto(self, name: str) -> int:
+        found = self.counted.get(name)
+        return found.upto if found else 0
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,20 @@ Rules:
     due at t.
  2. A round asks every learner that trains. It merges when all asked have answered, or K have and the grace window is over.
  3. One round a fragment at a time. A fragment due again while its round is open stays in that round; those who have not
-    answered are asked again.
- 4. A contribution counts once: a learner whose progress from base b was merged is only asked for progress from a later base.
+    answered, and newcomers, are asked.
+ 4. A contribution counts once: a learner that gave is next asked for progress from the version that contains it, or later.
  5. A version is announced only after it is stored. If storing fails, nothing has changed and the merge is tried again.
  6. A learner whose stream broke is "away" for `silence_s`; in lock-step others wait that long for it, otherwise nobody does.
- 7. A new process of the same name starts from the current versions and the run's step; what the old one was asked for is void.
- 8. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
+ 7. A new process of the same name starts from the current versions and the run's step; what the old one was asked for is
+    void, and the old one is turned away if it comes back.
+ 8. A learner that leaves gets one chance to give every fragment, and is waited for as long as silence is tolerated.
+ 9. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import deque
 
 from skerry.config import SyncConfig
@@ -47,7 +51,7 @@ from skerry.core.messages import (
 )
 from skerry.core.quorum import GraceWindow
 from skerry.core.schedule import Schedule
-from skerry.core.standing import FragmentProgress, LearnerState, Round, RunPhase, Standing
+from skerry.core.standing import Counted, FragmentProgress, LearnerState, Round, RunPhase, Standing
 
 RETRY_STORE_S = 1.0
 
@@ -77,8 +81,6 @@ class SyncerCore:
             name: LearnerState(name, session, slot, "away", step, tokens, heard_at=now, ready=True, began=True)
             for name, (session, slot, step, tokens) in standing.sessions.items()
         }
-        # A turn shortly before the stored step may have been opened but not merged: look at those again.
-        self._opened_upto = max(0, self.step - 2 * sync.every) if self.step else 0
         self._last_rounds_due = set(range(fragments))
 
     # ------------------------------------------------------------ what others may ask
@@ -136,7 +138,7 @@ class SyncerCore:
         elif isinstance(event, NothingToGive):
             self._nothing(event)
         elif isinstance(event, Leaving):
-            self._leaving(event, now, actions)
+            self._leaving(event, actions)
         elif isinstance(event, Disconnected):
             self._disconnected(event, now, actions)
         elif isinstance(event, Stored):
@@ -149,10 +151,11 @@ class SyncerCore:
             assert isinstance(event, Tick)
         self._notice_silence(now, actions)
         self._begin_learners(actions)
-        self._advance(now, actions)
+        self._advance()
         self._close_when_spent(actions)
         self._settle_rounds(now, actions)
-        self._finish(now, actions)
+        self._open_rounds(now, actions)
+        self._say_goodbyes(actions)
         wake = self._next_wake(now)
         if wake is not None:
             actions.append(WakeAt(wake))
@@ -160,29 +163,32 @@ class SyncerCore:
 
     def _joined(self, event: Joined, now: float, actions: list[Action]) -> None:
         known = self.learners.get(event.name)
-        if known is not None and known.session != event.session:
-            if known.phase in ("training", "leaving", "waiting"):
-                actions.append(Goodbye(event.name, f"another process joined as {event.name}"))
-            self.banked_tokens += known.tokens
-            self._drop_unanswered(event.name)
+        if known is not None and event.session in known.retired:
+            # Without a welcome the caller turns it away.
+            actions.append(Record("refused", {"learner": event.name, "reason": "another process has taken its place"}))
+            return
         versions = tuple(fragment.version for fragment in self.fragments)
         # Progress made since versions of this run is welcome, whether or not this syncer process remembers the learner.
         resumed = len(event.held) == len(versions) and all(0 <= h <= v for h, v in zip(event.held, versions, strict=True))
         if known is not None and known.session == event.session:
             learner = known
         else:
-            slot = known.slot if known is not None else self._free_slot()
-            learner = LearnerState(event.name, event.session, slot, "waiting", ready=resumed, began=resumed)
+            learner = LearnerState(event.name, event.session, self._free_slot(), "waiting")
+            if known is not None:
+                self._replace(known, learner, actions)
             self.learners[event.name] = learner
         learner.heard_at = now
+        learner.ready = resumed
+        learner.began = resumed and (learner.began or event.step > 0)
         if resumed:
             learner.step = max(learner.step, event.step)
             learner.tokens = max(learner.tokens, event.tokens)
-        else:
-            learner.ready = learner.began = False
-        learner.phase = "leaving" if learner.leaving else "training" if learner.began else "waiting"
-        counted = tuple(fragment.counted(event.name) for fragment in self.fragments)
-        actions.append(Welcome(event.name, learner.slot, self.step, resumed, versions, counted))
+        if any(other.slot == learner.slot and other is not learner for other in self._live()):
+            learner.slot = self._free_slot()
+        learner.phase = "waiting" if not learner.began else "leaving" if learner.leaving else "training"
+        merged_steps = tuple(fragment.merged_step for fragment in self.fragments)
+        counted = tuple(fragment.counted_upto(event.name) for fragment in self.fragments)
+        actions.append(Welcome(event.name, learner.slot, self.step, resumed, versions, merged_steps, counted))
         actions.append(Record("joined", {"learner": event.name, "session": event.session, "slot": learner.slot,
                                          "resumed": resumed, "step": self.step}))  # fmt: skip
         if self.phase == "ended" or (self.phase == "closing" and learner.phase == "waiting"):
@@ -191,13 +197,32 @@ class SyncerCore:
         elif learner.phase in ("training", "leaving"):
             if self.phase == "gathering":
                 self.phase = "running"
+            if self.sync.wait:
+                # The others may have gone on without it; in lock-step it goes on from where they are.
+                learner.step = max(learner.step, self.step)
             actions.append(Begin(event.name, learner.step))
             if self.phase == "closing":
                 actions.append(StopTraining(event.name))
             for index, fragment in enumerate(self.fragments):
                 gathering = fragment.round
-                if gathering and gathering.merging_since is None and event.name in gathering.asked - set(gathering.arrived):
+                if gathering and gathering.merging_since is None and event.name in gathering.missing:
                     actions.append(self._ask(event.name, index, gathering.step))
+
+    def _replace(self, old: LearnerState, new: LearnerState, actions: list[Action]) -> None:
+        """Another process takes over a name. Its open questions are void, what it has given still counts."""
+        if old.phase in ("training", "leaving", "waiting"):
+            actions.append(Goodbye(old.name, f"another process joined as {old.name}"))
+        self.banked_tokens += old.tokens
+        self._drop_unanswered(old.name)
+        for fragment in self.fragments:
+            # The new process counts its own steps from zero, and starts from versions that hold all the old one gave.
+            fragment.counted.pop(old.name, None)
+            if fragment.round and old.name in fragment.round.arrived:
+                given = fragment.round.arrived[old.name]
+                fragment.round.arrived[old.name] = dataclasses.replace(given, upto=0)
+        new.slot = old.slot
+        new.retired = old.retired
+        new.retired.append(old.session)
 
     def _ready(self, event: Ready) -> None:
         learner = self.learners.get(event.name)
@@ -223,27 +248,35 @@ class SyncerCore:
         gathering = self.fragments[event.fragment].round
         assert gathering is not None
         gathering.arrived[event.name] = event
-        self.learners[event.name].heard_at = now
+        learner = self.learners[event.name]
+        learner.heard_at = now
+        if learner.owes is not None:
+            learner.owes.discard(event.fragment)
 
     def _nothing(self, event: NothingToGive) -> None:
         if not 0 <= event.fragment < len(self.fragments):
             return
         gathering = self.fragments[event.fragment].round
-        if gathering and gathering.step == event.step and event.name not in gathering.arrived:
-            gathering.asked.discard(event.name)
+        if gathering is None or gathering.step != event.step or event.name not in gathering.missing:
+            return
+        gathering.asked.discard(event.name)
+        owes = self.learners[event.name].owes
+        if owes is not None:
+            owes.discard(event.fragment)
 
-    def _leaving(self, event: Leaving, now: float, actions: list[Action]) -> None:
+    def _leaving(self, event: Leaving, actions: list[Action]) -> None:
         learner = self.learners.get(event.name)
-        if learner is None or learner.phase != "training":
+        if learner is None or self.phase == "ended" or learner.phase in ("waiting", "away", "gone"):
             if learner is not None and learner.phase == "waiting":
                 learner.phase = "gone"
             actions.append(Goodbye(event.name, "left"))
-            return
-        learner.leaving = True
-        learner.phase = "leaving"
-        actions.append(Record("leaving", {"learner": event.name}))
-        for index in range(len(self.fragments)):
-            self._open(index, now, self.step, actions, everyone=True)
+        elif learner.phase == "training" and self.phase != "closing":
+            learner.phase = "leaving"
+            learner.owes = set(range(len(self.fragments)))
+            for fragment in self.fragments:
+                if fragment.round and event.name in fragment.round.asked:
+                    fragment.round.needed.add(event.name)
+            actions.append(Record("leaving", {"learner": event.name}))
 
     def _disconnected(self, event: Disconnected, now: float, actions: list[Action]) -> None:
         learner = self.learners.get(event.name)
@@ -252,7 +285,7 @@ class SyncerCore:
         learner.phase = "away"
         learner.heard_at = now
         actions.append(Record("disconnected", {"learner": event.name}))
-        if not self._counts(learner):
+        if not self._worth_asking(learner):
             self._drop_unanswered(event.name)
 
     def _stored(self, event: Stored, now: float, actions: list[Action]) -> None:
@@ -261,14 +294,24 @@ class SyncerCore:
         assert gathering is not None and gathering.merging_since is not None, "stored a merge that was not ordered"
         assert event.version == fragment.version + 1, "versions go up one by one"
         fragment.version = event.version
-        fragment.merged_step = gathering.step
-        fragment.merged_base.update({name: offer.base for name, offer in gathering.arrived.items()})
+        fragment.merged_step = max(fragment.merged_step, gathering.step)
         fragment.round = None
         self.merges += 1
+        self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
         self.grace.sync_time.add(now - gathering.merging_since)
-        names = tuple(learner.name for learner in self.learners.values() if learner.phase in ("training", "leaving", "waiting"))
-        counted = tuple(fragment.counted(name) for name in names)
-        actions.append(Announce(names, event.fragment, event.version, gathering.step, counted))
+        total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
+        for name, offer in gathering.arrived.items():
+            fragment.counted[name] = Counted(event.version, offer.upto)
+            learner = self.learners[name]
+            learner.merges += 1
+            learner.last_share = merging.weight(offer.tokens, offer.steps) / total
+        self._announce(event.fragment, gathering.step, actions)
+
+    def _announce(self, index: int, step: int, actions: list[Action]) -> None:
+        fragment = self.fragments[index]
+        names = tuple(name for name, learner in self.learners.items() if learner.phase in ("training", "leaving", "waiting"))
+        counted = tuple(fragment.counted_upto(name) for name in names)
+        actions.append(Announce(names, index, fragment.version, step, counted))
 
     def _store_failed(self, event: StoreFailed, now: float, actions: list[Action]) -> None:
         fragment = self.fragments[event.fragment]
@@ -293,8 +336,8 @@ class SyncerCore:
     # ------------------------------------------------------------ what follows from the state
 
     def _notice_silence(self, now: float, actions: list[Action]) -> None:
-        for learner in self.learners.values():
-            if learner.phase != "gone" and now - learner.heard_at >= self.sync.silence_s:
+        for learner in self._live():
+            if now >= learner.heard_at + self.sync.silence_s:
                 if learner.phase != "away":
                     # It may only be frozen: then it finds its stream ended and connects again as the same session.
                     actions.append(Goodbye(learner.name, "silent", final=False))
@@ -319,44 +362,72 @@ class SyncerCore:
             learner.step = self.step
             actions.append(Begin(learner.name, self.step))
 
-    def _advance(self, now: float, actions: list[Action]) -> None:
-        if self.phase != "running":
-            return
-        steps = sorted((learner.step for learner in self.learners.values() if self._counts(learner)), reverse=True)
-        if not steps:
-            return
-        needed = min(self.sync.quorum or len(steps), len(steps))
-        self.step = max(self.step, steps[needed - 1])
-        for step, index in self.schedule.due_between(self._opened_upto, self.step):
-            if step > self.fragments[index].merged_step:
-                self._open(index, now, step, actions)
-        self._opened_upto = self.step
+    def _advance(self) -> None:
+        """The run's step follows the K-th largest step of those who train."""
+        steps = sorted((learner.step for learner in self.learners.values() if self._worth_asking(learner)), reverse=True)
+        if self.phase == "running" and steps:
+            needed = min(self.sync.quorum or len(steps), len(steps))
+            self.step = max(self.step, steps[needed - 1])
 
-    def _open(self, index: int, now: float, step: int, actions: list[Action], *, everyone: bool = False) -> None:
-        fragment = self.fragments[index]
-        able = {learner.name for learner in self.learners.values() if self._counts(learner)}
-        if fragment.round is not None:
-            if fragment.round.merging_since is None:
-                for name in sorted(fragment.round.asked - set(fragment.round.arrived)):
-                    actions.append(self._ask(name, index, fragment.round.step))
+    def _open_rounds(self, now: float, actions: list[Action]) -> None:
+        for index, fragment in enumerate(self.fragments):
+            if self.phase == "closing":
+                self._open_last_round(index, now, actions)
+                continue
+            if self.phase != "running":
+                return
+            due = self.schedule.last_due(index, self.step)
+            owing = {
+                name for name, learner in self.learners.items() if learner.phase == "leaving" and index in (learner.owes or ())
+            }
+            if fragment.round is not None:
+                self._ask_again(index, fragment.round, due, owing, actions)
+            elif due > fragment.merged_step or owing:
+                trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
+                step = due if due > fragment.merged_step else self.step
+                self._open(index, now, step, trains, owing, actions)
+
+    def _open_last_round(self, index: int, now: float, actions: list[Action]) -> None:
+        """While the run closes each fragment gets one last round, once its present one is over."""
+        if index in self._last_rounds_due and self.fragments[index].round is None:
+            self._last_rounds_due.discard(index)
+            able = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
+            self._open(index, now, self.step + 1, able, able, actions)
+
+    def _open(self, index: int, now: float, step: int, asked: set[str], needed: set[str], actions: list[Action]) -> None:
+        asked = asked | needed
+        if not asked:
             return
-        if not able:
+        self.fragments[index].round = Round(step, now, asked, set(needed), due=step)
+        actions.append(Record("opened", {"fragment": index, "step": step, "asked": sorted(asked)}))
+        actions.extend(self._ask(name, index, step) for name in sorted(asked))
+
+    def _ask_again(self, index: int, gathering: Round, due: int, owing: set[str], actions: list[Action]) -> None:
+        """A fragment that is due again while its round is open stays in it: newcomers are asked too, and reminders sent."""
+        if gathering.merging_since is not None:
             return
-        fragment.round = Round(step, now, able, everyone)
-        actions.append(Record("opened", {"fragment": index, "step": step, "asked": sorted(able)}))
-        actions.extend(self._ask(name, index, step) for name in sorted(able))
+        late = owing - gathering.asked - set(gathering.arrived)
+        if due > gathering.due:
+            gathering.due = due
+            trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
+            gathering.asked |= trains - set(gathering.arrived)
+            late |= gathering.missing
+        gathering.asked |= late
+        gathering.needed |= owing - set(gathering.arrived)
+        actions.extend(self._ask(name, index, gathering.step) for name in sorted(late))
 
     def _ask(self, name: str, index: int, step: int) -> Ask:
         return Ask(name, index, step, self._min_base(name, self.fragments[index]))
 
     def _min_base(self, name: str, fragment: FragmentProgress) -> int:
-        return max(0, fragment.version - self.sync.staleness, fragment.counted(name))
+        counted = fragment.counted.get(name)
+        return max(0, fragment.version - self.sync.staleness, counted.version if counted else 0)
 
-    def _counts(self, learner: LearnerState) -> bool:
-        """Is it worth asking? In lock-step, and at the end, a learner that is only briefly away still is."""
+    def _worth_asking(self, learner: LearnerState) -> bool:
+        """In lock-step, and at the end, a learner that is only briefly away still is."""
         if learner.phase == "away":
             return learner.began and (self.sync.wait or self.phase == "closing")
-        return learner.phase in ("training", "leaving")
+        return learner.phase == "training" or (learner.phase == "leaving" and self.phase == "closing")
 
     def _close_when_spent(self, actions: list[Action]) -> None:
         if self.phase == "running" and self.sync.budget_tokens and self.tokens >= self.sync.budget_tokens:
@@ -367,63 +438,61 @@ class SyncerCore:
             gathering = fragment.round
             if gathering is None or gathering.merging_since is not None or now < gathering.not_before:
                 continue
-            missing = gathering.asked - set(gathering.arrived)
+            missing = gathering.missing
             if not gathering.arrived:
                 if not missing:
-                    fragment.round = None
-                    actions.append(Record("cancelled", {"fragment": index, "step": gathering.step}))
+                    self._cancel(index, fragment, gathering, actions)
                 continue
             quorum = min(self.sync.quorum or len(gathering.asked), len(gathering.asked))
             if gathering.quorum_at is None and len(gathering.arrived) >= quorum:
                 gathering.quorum_at = now
                 self.grace.quorum_time.add(now - gathering.opened_at)
-                wait = self.sync.silence_s if gathering.everyone else self.grace.seconds(self._step_time())
-                gathering.deadline = now + wait
-            if not missing or (gathering.deadline is not None and now >= gathering.deadline):
+                gathering.deadline = now + self.grace.seconds(self._step_time())
+            if not missing or (now >= self._deadline(gathering)):
                 self._order_merge(index, fragment, gathering, now, actions)
+
+    def _deadline(self, gathering: Round) -> float:
+        last_chance = gathering.opened_at + self.sync.silence_s
+        if gathering.needed & gathering.missing:
+            return last_chance
+        if gathering.deadline is not None:
+            return gathering.deadline
+        return last_chance if gathering.needed else math.inf
+
+    def _cancel(self, index: int, fragment: FragmentProgress, gathering: Round, actions: list[Action]) -> None:
+        """Nobody had anything to give, or nobody is left."""
+        fragment.round = None
+        actions.append(Record("cancelled", {"fragment": index, "step": gathering.step}))
+        if any(learner.phase == "training" for learner in self.learners.values()):
+            # The turn is over all the same. Those in lock-step who wait for it are told that the version they have stands.
+            fragment.merged_step = max(fragment.merged_step, gathering.step)
+            if self.sync.wait:
+                self._announce(index, gathering.step, actions)
 
     def _order_merge(self, index: int, fragment: FragmentProgress, gathering: Round, now: float, actions: list[Action]) -> None:
         gathering.merging_since = now
-        shares = []
-        for name in sorted(gathering.arrived):
-            offer = gathering.arrived[name]
-            shares.append(Share(name, offer.base, offer.steps, offer.tokens, merging.weight(offer.tokens, offer.steps)))
-        total = sum(share.weight for share in shares)
-        for share in shares:
-            learner = self.learners[share.name]
-            learner.merges += 1
-            learner.last_share = share.weight / total
+        offers = [gathering.arrived[name] for name in sorted(gathering.arrived)]
+        shares = tuple(Share(o.name, o.base, o.steps, o.tokens, merging.weight(o.tokens, o.steps), o.upto) for o in offers)
         expected = len(gathering.asked | set(gathering.arrived))
         presence = len(shares) / expected if self.sync.damp_absent else 1.0
-        self.participation.append(len(shares) / expected)
         stage = self.schedule.stage(gathering.step)
-        order = Merge(
-            index, fragment.version + 1, gathering.step, tuple(shares), stage.outer_lr, stage.outer_momentum, presence
-        )
-        actions.append(order)
+        version = fragment.version + 1
+        actions.append(Merge(index, version, gathering.step, shares, stage.outer_lr, stage.outer_momentum, presence))
 
-    def _finish(self, now: float, actions: list[Action]) -> None:
-        """Closing and leaving: merge what is left, then say goodbye."""
+    def _say_goodbyes(self, actions: list[Action]) -> None:
         if self.phase == "closing":
-            # Each fragment gets one last round, once its present one is over.
-            for index in sorted(self._last_rounds_due):
-                if self.fragments[index].round is None:
-                    self._open(index, now, self.step + 1, actions, everyone=True)
-                    self._last_rounds_due.discard(index)
             if not self._last_rounds_due and all(fragment.round is None for fragment in self.fragments):
                 self.phase = "ended"
                 actions.append(Record("ended", {"step": self.step, "tokens": self.tokens, "merges": self.merges}))
-                actions.extend(
-                    Goodbye(learner.name, "the run is over")
-                    for learner in self.learners.values()
-                    if learner.phase in ("training", "leaving")
-                )
+                for learner in self.learners.values():
+                    if learner.phase in ("training", "leaving"):
+                        actions.append(Goodbye(learner.name, "the run is over"))
+                        learner.phase = "gone"
                 actions.append(Ended())
             return
         for learner in self.learners.values():
-            if learner.phase == "leaving" and not any(
-                f.round and (learner.name in f.round.asked or learner.name in f.round.arrived) for f in self.fragments
-            ):
+            in_a_round = any(f.round and learner.name in f.round.asked | set(f.round.arrived) for f in self.fragments)
+            if learner.phase == "leaving" and not learner.owes and not in_a_round:
                 learner.phase = "gone"
                 actions.append(Record("left", {"learner": learner.name}))
                 actions.append(Goodbye(learner.name, "left"))
@@ -434,20 +503,21 @@ class SyncerCore:
             if fragment.round and fragment.round.merging_since is None and name not in fragment.round.arrived:
                 fragment.round.asked.discard(name)
 
+    def _live(self) -> list[LearnerState]:
+        return [learner for learner in self.learners.values() if learner.phase != "gone"]
+
     def _free_slot(self) -> int:
-        taken = {learner.slot for learner in self.learners.values() if learner.phase != "gone"}
+        taken = {learner.slot for learner in self._live()}
         return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
     def _step_time(self) -> float:
-        times = [
-            learner.step_time.get()
-            for learner in self.learners.values()
-            if learner.phase == "training" and learner.step_time.value is not None
-        ]
+        times = [learner.step_time.get() for learner in self.learners.values()
+                 if learner.phase == "training" and learner.step_time.value is not None]  # fmt: skip
         return sum(times) / len(times) if times else 0.0
 
     def _next_wake(self, now: float) -> float | None:
-        open_rounds = [f.round for f in self.fragments if f.round and f.round.merging_since is None]
-        times = [max(r.deadline, r.not_before) for r in open_rounds if r.deadline is not None]
-        times += [learner.heard_at + self.sync.silence_s for learner in self.learners.values() if learner.phase != "gone"]
+        open_rounds = [f.round for f in self.fragments if f.round and f.round.merging_since is None and f.round.arrived]
+        times = [max(self._deadline(r) if r.missing else now, r.not_before) for r in open_rounds]
+        times += [learner.heard_at + self.sync.silence_s for learner in self._live()]
+        times = [time for time in times if time < math.inf]
         return max(min(times), now) if times else None

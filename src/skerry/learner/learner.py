@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from torch import nn
@@ -36,14 +37,15 @@ class Learner:
         self._replica: Replica = link.replica
         self._clock = clock
         self._tokens_per_step = tokens_per_step
-        self._counted = 0
-        self._optimizers = list(optimizers)
-        self._stepped: set[int] = set()
+        self._counted: int | None = None
+        self._places = {id(optimizer): place for place, optimizer in enumerate(optimizers)}
+        self._last_place = -1
+        self._outer_call: FrameType | None = None
         self._in_step = False
         self._last_step_at: float | None = None
         self._left = False
         self._handles: list[Any] = []
-        for optimizer in self._optimizers:
+        for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
@@ -92,7 +94,9 @@ class Learner:
 
     def count(self, tokens: int) -> None:
         """Tokens (or samples) that go into the current inner step. Without this every step counts `tokens_per_step`."""
-        self._counted += tokens
+        if not isinstance(tokens, int) or tokens < 0:
+            raise ValueError(f"tokens must be a whole number >= 0, got {tokens!r}")
+        self._counted = (self._counted or 0) + tokens
 
     def report(self, loss: float) -> None:
         """The latest training loss, for display only."""
@@ -146,8 +150,13 @@ class Learner:
     # ------------------------------------------------------------ hooks
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if id(optimizer) in self._stepped:
-            # One of several optimizers steps again before the others: that is a step of its own.
+        caller = sys._getframe(1)
+        if self._outer_call is not None and _is_within(caller, self._outer_call):
+            return  # an optimizer whose step() calls that of its base class: torch hooks both
+        self._outer_call = caller
+        place = self._places[id(optimizer)]
+        if place <= self._last_place:
+            # The one before did not run to the last optimizer: some were skipped, or step() raised.
             self._step_done()
         if not self._in_step:
             self._replica.gate.acquire()
@@ -155,9 +164,17 @@ class Learner:
             self._replica.before_write()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self._optimizers):
+        if sys._getframe(1) is not self._outer_call:
+            return
+        self._outer_call = None
+        place = self._places[id(optimizer)]
+        self._last_place = place
+        if place == len(self._places) - 1:
             self._step_done()
+        else:
+            self._link.mid_step = True
+            self._replica.after_write()
+            self._open_gate()
 
     def _step_done(self) -> None:
         link = self._link
@@ -166,18 +183,23 @@ class Learner:
             took = now - self._last_step_at
             link.step_time_s = took if not link.step_time_s else 0.9 * link.step_time_s + 0.1 * took
         self._last_step_at = now
-        tokens, self._counted = self._counted or self._tokens_per_step, 0
+        tokens = self._tokens_per_step if self._counted is None else self._counted
+        self._counted = None
+        self._last_place = -1
+        if not self._in_step:
+            self._replica.gate.acquire()
+            self._in_step = True
         self._replica.after_write()
         with link.changed:
+            link.mid_step = False
             for fragment in self._exchange.stepped(tokens):
-                link.staged[fragment] = self._replica.snapshot(fragment)
-        self._adopt_ready()
+                link.staged[fragment] = self._replica.snapshot(fragment, self._exchange.totals.steps)
+            adopt_ready(link)
         self._open_gate()
         link.wake()
         self._wait_in_lock_step()
 
     def _open_gate(self) -> None:
-        self._stepped.clear()
         if self._in_step:
             self._in_step = False
             self._replica.gate.release()
@@ -203,6 +225,14 @@ class Learner:
             self._last_step_at = self._clock.now()
 
 
+def _is_within(frame: FrameType, outer: FrameType) -> bool:
+    """Is `outer` among the callers of `frame`? If not, its call has ended, by an exception."""
+    caller = frame.f_back
+    while caller is not None and caller is not outer:
+        caller = caller.f_back
+    return caller is not None
+
+
 def adopt_ready(link: Link) -> None:
     """Called with the lock held, and the gate as well once training has begun."""
     exchange, replica = link.exchange, link.replica
@@ -215,7 +245,7 @@ def adopt_ready(link: Link) -> None:
             continue
         if not adopted:
             replica.before_write()
-        replica.adopt(version.fragment, prepared)
+        replica.adopt(version.fragment, prepared, exchange.uncounted_since(version).steps)
         exchange.adopted(version)
         adopted = True
     if adopted:
@@ -245,8 +275,11 @@ def join(
         tls: certificate files; by default from SKERRY_TLS_CA, SKERRY_TLS_CERT and SKERRY_TLS_KEY. Needed off loopback.
         timeout_s: how long to look for the syncer. Waiting for the other islands to start is not limited.
     """
-    if tokens_per_step < 1:
-        raise ValueError(f"tokens_per_step must be >= 1, got {tokens_per_step}")
+    if not isinstance(tokens_per_step, int) or tokens_per_step < 1:
+        raise ValueError(f"tokens_per_step must be a whole number >= 1, got {tokens_per_step!r}")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
+        raise ValueError(f"optimizer must be a torch optimizer or a list of them, got {optimizer!r}")
     clock = clock or SystemClock()
     name = name or f"{socket.gethostname()}-{os.getpid()}"
     link = Link(address, model, name, tls or TLS.from_environment(), clock)
@@ -254,7 +287,7 @@ def join(
     deadline = clock.now() + timeout_s
     try:
         with link.changed:
-            while not (link.exchange is not None and link.exchange.phase != "joining"):
+            while not (link.fixed_loaded and link.exchange is not None and link.exchange.phase == "training"):
                 if link.failure is not None:
                     raise link.failure
                 if link.goodbye is not None:
@@ -267,5 +300,4 @@ def join(
     except BaseException:
         link.close()
         raise
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return Learner(link, optimizers, tokens_per_step, clock)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from safetensors.torch import load
-from torch import Tensor, nn
+from torch import nn
 
 from skerry.clock import Clock, SystemClock
 from skerry.config import SyncConfig, from_json
@@ -24,11 +24,11 @@ from skerry.core import codec as codecs
 from skerry.core.exchange import Exchange, Give, GiveNothing, Question, Version
 from skerry.core.fragment import split
 from skerry.core.tensors import model_tensors
-from skerry.errors import JoinRefused, SkerryError, WireError
-from skerry.learner.replica import Prepared, Replica
+from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
+from skerry.learner.replica import Arrival, Prepared, Replica
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire import transfer
-from skerry.wire.connection import PROTOCOL, TLS, open_channel, split_address
+from skerry.wire.connection import PROTOCOL, TLS, check_reachable, open_channel
 from skerry.wire.service import SyncerStub
 
 log = logging.getLogger("skerry.learner")
@@ -37,14 +37,12 @@ HEARTBEAT_S = 1.0
 REPORT_EVERY_S = 0.01
 RETRY_TRANSFER_S = 0.5
 BACK_OFF_S = (0.2, 5.0)
-
-Arrival = Callable[[], tuple[Tensor, Tensor]]
-"""Waits for a snapshot's copy to arrive on the host, then gives (base, values)."""
+GATE_S = 0.2
 
 
 class Link:
     def __init__(self, address: str, model: nn.Module, name: str, tls: TLS | None, clock: Clock | None = None) -> None:
-        split_address(address)
+        check_reachable(address, tls)
         self.address = address
         self.name = name
         self.session = uuid.uuid4().hex
@@ -66,11 +64,14 @@ class Link:
         self.failure: SkerryError | None = None
         self.last_error = "no attempt yet"
         self.leaving = False
+        self.mid_step = False
+        """Some but not all optimizers have stepped: no moment for a snapshot."""
+        self.fixed_loaded = False
         self._model = model
         self._tls = tls
         self._clock = clock or SystemClock()
         self._run_id = ""
-        self._fixed_loaded = False
+        self._closing = False
         self._ready_sent = False
         self._lost_at_step: int | None = None
         self._pump_pending = False
@@ -102,6 +103,7 @@ class Link:
 
     def close(self) -> None:
         def cancel() -> None:
+            self._closing = True
             if self._main is not None:
                 self._main.cancel()
 
@@ -142,16 +144,16 @@ class Link:
 
     async def _stay_connected(self) -> None:
         pause = BACK_OFF_S[0]
-        while self.goodbye is None:
+        while self.goodbye is None and not self._closing:
             welcomed = False
             try:
                 welcomed = await self._one_connection()
-            except JoinRefused as error:
+            except (JoinRefused, ConfigError) as error:
                 self._fail(error)
                 return
             except WireError as error:
                 self.last_error = str(error)
-            if self.goodbye is not None:
+            if self.goodbye is not None or self._closing:
                 return
             with self.changed:
                 if self.connected and self.exchange is not None:
@@ -215,7 +217,7 @@ class Link:
                 run_id=self._run_id,
                 step=exchange.step,
                 tokens=exchange.totals.tokens,
-                held=exchange.versions,
+                held=exchange.versions if self.fixed_loaded else (),
             )
 
     async def _heartbeat(self) -> None:
@@ -243,8 +245,8 @@ class Link:
                     log.warning("%s is back with the syncer after %d steps on its own", self.name, alone)
                     self._lost_at_step = None
                 self._ready_sent = welcome.resumed
-                exchange.welcomed(tuple(welcome.versions), tuple(welcome.counted), welcome.step)
-                if not self._fixed_loaded:
+                exchange.welcomed(tuple(welcome.versions), tuple(welcome.merged_steps), tuple(welcome.counted), welcome.step)
+                if not self.fixed_loaded:
                     self._spawn(self._fetch_fixed(len(welcome.versions)))
                 if self.leaving:
                     self._say_leaving()
@@ -285,7 +287,7 @@ class Link:
         with self.changed:
             fetches = exchange.to_fetch()
             answerable = exchange.can_answer()
-            ready = bool(exchange.versions) and self._fixed_loaded and not self._ready_sent
+            ready = bool(exchange.versions) and self.fixed_loaded and not self._ready_sent
         if ready:
             self._ready_sent = True
             self._send(pb.ToSyncer(ready=pb.Ready()))
@@ -349,15 +351,24 @@ class Link:
         """One moment between two optimizer steps, for every question that can be answered."""
         assert self.exchange is not None and self.replica is not None
         taken: list[tuple[Give | GiveNothing, Any]] = []
-        with self.replica.gate, self.changed:
-            for answer in self.exchange.answers():
-                if isinstance(answer, GiveNothing):
-                    taken.append((answer, None))
-                    continue
-                fragment = answer.question.fragment
-                arrived = self.staged.get(fragment) if answer.staged else None
-                taken.append((answer, arrived or self.replica.snapshot(fragment)))
-                self.exchange.given(answer)
+        while not self.replica.gate.acquire(timeout=GATE_S):
+            # A script that died inside optimizer.step() never opens the gate; do not keep the interpreter from ending.
+            if self._closing or not threading.main_thread().is_alive():
+                return []
+        try:
+            with self.changed:
+                if self.mid_step:
+                    return []  # asked again when the step is done
+                for answer in self.exchange.answers():
+                    if isinstance(answer, GiveNothing):
+                        taken.append((answer, None))
+                        continue
+                    fragment = answer.question.fragment
+                    arrived = self.staged.get(fragment) if answer.staged else None
+                    taken.append((answer, arrived or self.replica.snapshot(fragment, answer.at.steps)))
+                    self.exchange.given(answer)
+        finally:
+            self.replica.gate.release()
         return taken
 
     async def _upload(self, give: Give, arrived: Arrival) -> None:
@@ -383,6 +394,7 @@ class Link:
             codec=codec.name,
             size_bytes=len(data),
             checksum=crc,
+            upto=give.at.steps,
         )
 
         try:
@@ -393,6 +405,8 @@ class Link:
             return
         if not reply.accepted:
             log.debug("%s: fragment %d was not taken: %s", self.name, question.fragment, reply.reason)
+        if reply.damaged:
+            self._again(lambda: exchange.ask_again(question))
 
     def _sent(self, size_bytes: int) -> None:
         self.sent_bytes += size_bytes
@@ -441,11 +455,11 @@ class Link:
             return
 
         with self.changed:
-            includes_ours = exchange.includes_ours(version)
+            since_step = exchange.uncounted_since(version).steps
 
         def decode() -> Prepared:
             values = codecs.codec(name).decode(data, replica.layout.fragments[fragment].numel)
-            return replica.prepare(fragment, values, includes_ours=includes_ours)
+            return replica.prepare(fragment, values, since_step)
 
         prepared = await self._off_loop(decode)
         with self.changed:
@@ -464,6 +478,6 @@ class Link:
             return
         self.replica.load_fixed(load(bytes(data)))
         with self.changed:
-            self._fixed_loaded = True
+            self.fixed_loaded = True
             self.changed.notify_all()
         self._pump()

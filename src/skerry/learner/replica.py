@@ -15,18 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from skerry.config import SyncConfig
+from skerry.core.exchange import KEPT_GIVES
 from skerry.core.fragment import Fragment, Layout
 from skerry.core.tensors import model_tensors
+
+Arrival = Callable[[], tuple[Tensor, Tensor]]
+"""Waits for a snapshot's copy to arrive on the host, then gives (base, values)."""
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A version ready to be put into the model at a step boundary."""
 
+    values: Tensor
     base: Tensor
     """The values as the model will hold them, on the host: what later progress is counted from."""
     change: Tensor
     """On the model's device: the values, or for `carry` what is to be added to the parameters."""
+    since: Tensor | None
+    """For `carry`: what `change` was computed against."""
     event: Any
     """On a GPU: `change` has arrived."""
 
@@ -37,8 +44,9 @@ class Replica:
         self._sync = sync
         self._tensors = [tensor.detach() for _, tensor in model_tensors(model)]
         self._base: list[Tensor | None] = [None] * len(layout.fragments)
-        self._snapshots: list[Tensor | None] = [None] * len(layout.fragments)
-        self.gate = threading.RLock()
+        # For `carry`: snapshots that were given, by the learner's count of steps at that moment.
+        self._given: list[dict[int, Tensor]] = [{} for _ in layout.fragments]
+        self.gate = threading.Lock()
         devices = {self._tensors[p.tensor].device for f in layout.fragments for p in f.pieces}
         self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
         self._cuda = self.device.type == "cuda"
@@ -61,16 +69,39 @@ class Replica:
         if self._cuda:
             self._written = _recorded(torch.cuda.current_stream(self.device))
 
-    def adopt(self, index: int, prepared: Prepared) -> None:
-        """Put a version into the model, holding the gate."""
+    def adopt(self, index: int, prepared: Prepared, since_step: int) -> None:
+        """Put a version into the model, holding the gate. For `carry`, progress up to `since_step` is part of it."""
+        change, event = prepared.change, prepared.event
+        if self._sync.adopt == "carry":
+            since = self._since(index, since_step)
+            if since is not prepared.since:
+                # Another version was adopted after this one was prepared.
+                change, event = self._to_device(prepared.values - self._or_current(index, since))
         with torch.no_grad():
             if self._cuda:
                 current = torch.cuda.current_stream(self.device)
-                current.wait_event(prepared.event)
-                prepared.change.record_stream(current)
-            self._write(self.layout.fragments[index], prepared.change)
+                current.wait_event(event)
+                change.record_stream(current)
+            self._write(self.layout.fragments[index], change)
+        if self._sync.adopt == "carry":
+            # What was given but is not part of this version moves along with the parameters.
+            moved = change.cpu()
+            self._given[index] = {at: given + moved for at, given in self._given[index].items() if at > since_step}
         self._base[index] = prepared.base
-        self._snapshots[index] = None
+
+    def _since(self, index: int, step: int) -> Tensor | None:
+        """The values progress is counted from: those given at that step, or the version held."""
+        return self._given[index].get(step, self._base[index])
+
+    def _or_current(self, index: int, since: Tensor | None) -> Tensor:
+        return since if since is not None else torch.cat(self._read(self.layout.fragments[index])).cpu()
+
+    def _to_device(self, flat: Tensor) -> tuple[Tensor, Any]:
+        if not self._cuda:
+            return flat, None
+        with torch.cuda.stream(self._stream):
+            moved = flat.pin_memory().to(self.device, non_blocking=True)
+            return moved, _recorded(self._stream)
 
     def _write(self, fragment: Fragment, flat: Tensor) -> None:
         for piece, change in zip(fragment.pieces, torch.split(flat, [p.numel for p in fragment.pieces]), strict=True):
@@ -98,35 +129,34 @@ class Replica:
 
     # ------------------------------------------------------------ any thread
 
-    def snapshot(self, index: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    def snapshot(self, index: int, at_step: int) -> Arrival:
         """Copy a fragment as it is now, holding the gate. The result gives (base, values) once the copy has arrived."""
         fragment = self.layout.fragments[index]
         base = self._base[index]
         assert base is not None, "a snapshot before the first adoption"
-        if not self._cuda:
+        event: Any = None
+        if self._cuda:
+            values = torch.empty(fragment.numel, pin_memory=True)
+            with torch.cuda.stream(self._stream):
+                if self._written is not None:
+                    self._stream.wait_event(self._written)
+                values.copy_(torch.cat(self._read(fragment)), non_blocking=True)
+                event = _recorded(self._stream)
+            self._being_read.append(event)
+        else:
             values = torch.cat(self._read(fragment))
-            self._keep(index, values)
-            return lambda: (base, values)
-        values = torch.empty(fragment.numel, pin_memory=True)
-        with torch.cuda.stream(self._stream):
-            if self._written is not None:
-                self._stream.wait_event(self._written)
-            values.copy_(torch.cat(self._read(fragment)), non_blocking=True)
-            event = _recorded(self._stream)
-        self._being_read.append(event)
-        self._keep(index, values)
+        if self._sync.adopt == "carry":
+            kept = {**self._given[index], at_step: values}
+            self._given[index] = dict(list(kept.items())[-KEPT_GIVES:])
 
         def arrived() -> tuple[Tensor, Tensor]:
-            event.synchronize()
+            if event is not None:
+                event.synchronize()
             return base, values
 
         return arrived
 
-    def _keep(self, index: int, values: Tensor) -> None:
-        if self._sync.adopt == "carry":
-            self._snapshots[index] = values
-
-    def prepare(self, index: int, values: Tensor, *, includes_ours: bool) -> Prepared:
+    def prepare(self, index: int, values: Tensor, since_step: int) -> Prepared:
         """Make a version ready for adoption, off the training thread."""
         fragment = self.layout.fragments[index]
         base = values.clone()
@@ -136,17 +166,12 @@ class Replica:
             here = slice(at, at + piece.numel)
             base[here] = values[here].to(self._tensors[piece.tensor].dtype).float()
             at += piece.numel
-        change = values
+        change, since = values, None
         if self._sync.adopt == "carry":
-            snapshot = self._snapshots[index] if includes_ours else None
-            since = snapshot if snapshot is not None else self._base[index]
-            change = values - (since if since is not None else torch.cat(self._read(fragment)).cpu())
-        event: Any = None
-        if self._cuda:
-            with torch.cuda.stream(self._stream):
-                change = change.pin_memory().to(self.device, non_blocking=True)
-                event = _recorded(self._stream)
-        return Prepared(base, change, event)
+            since = self._since(index, since_step)
+            change = values - self._or_current(index, since)
+        change, event = self._to_device(change)
+        return Prepared(values, base, change, since, event)
 
 
 def _recorded(stream: Any) -> Any:

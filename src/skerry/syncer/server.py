@@ -1,13 +1,15 @@
 """The syncer process: gRPC in front, the state machine in the middle, merging and the store in a thread behind.
 
-Everything that touches the core runs on the event loop. One worker thread computes merges and owns the store, so versions
-become durable in the order they were decided. Control messages wait in a bounded queue for each learner; one that does not
+Everything that touches the core runs on the event loop. A few threads compute merges and write their files; one commits them
+to the tape, all that are ready in one transaction. Control messages wait in a bounded queue for each learner; one that does not
 drain it is cut off rather than held for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +17,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import grpc
-import torch
-from safetensors.torch import load_file, save
 from torch import Tensor
 
 from skerry.clock import Clock, SystemClock
@@ -26,9 +26,9 @@ from skerry.core import messages as m
 from skerry.core.fragment import TensorSpec, check_same_model
 from skerry.core.merge import FragmentState, merge
 from skerry.core.syncer import SyncerCore
-from skerry.errors import JoinRefused, SkerryError, WireError
+from skerry.errors import JoinRefused, SkerryError, StoreError, WireError
 from skerry.metrics import MetricsWriter
-from skerry.syncer.store import RunStore, TapeEntry
+from skerry.syncer.store import RunStore, TapeEntry, Written
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import Assembly, cut
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind
@@ -38,6 +38,14 @@ CONTROL_QUEUE = 4096
 PROGRESS_EVERY_S = 0.25
 METRICS_EVERY_S = 1.0
 LINGER_S = 0.5
+MAX_NAME = 200
+MERGERS = 4
+"""Merges computed and written at a time: writing waits for the disk more than it computes."""
+MAX_COUNT = 1 << 53
+MAX_STEPS_AT_ONCE = 1_000_000
+"""A learner cannot have taken more steps than this between two reports."""
+MAX_PROGRESS = 1e12
+"""No element of a sane contribution is larger; sums and outer steps of such values stay finite in fp32."""
 
 
 @dataclass
@@ -88,12 +96,16 @@ class SyncerServer:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A defect of ours: the process must not go on as if nothing had happened."""
         self._published = [self._encode(p.version, s) for p, s in zip(progress, self.states, strict=True)]
-        fixed = memoryview(save(load_file(store.folder / "fixed.safetensors")))
+        fixed = memoryview(store.fixed_bytes())
         self._published.append(Published(0, "safetensors", fixed, codecs.checksum(fixed)))
         self._connections: dict[str, Connection] = {}
+        self._handlers: set[asyncio.Future[None]] = set()
         self._deltas: dict[tuple[int, str], Tensor] = {}
         self._entries: list[TapeEntry] = []
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="skerry-merge")
+        self._mergers = ThreadPoolExecutor(MERGERS, thread_name_prefix="skerry-merge")
+        self._tape = ThreadPoolExecutor(1, thread_name_prefix="skerry-tape")
+        self._ready: list[tuple[Written, asyncio.Future[None]]] = []
+        self._committing: asyncio.Task[None] | None = None
         self._merging: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
         self._metrics = MetricsWriter(store.folder / "metrics.jsonl")
@@ -124,6 +136,7 @@ class SyncerServer:
                 resumed=action.resumed,
                 versions=action.versions,
                 counted=action.counted,
+                merged_steps=action.merged_steps,
                 run_tokens=self.core.tokens,
             )
             self._send(action.name, pb.ToLearner(welcome=welcome))
@@ -146,6 +159,7 @@ class SyncerServer:
             self._merging.add(task)
             task.add_done_callback(self._merge_done)
         elif isinstance(action, m.StopTraining):
+            self._send(action.name, self._progress())
             self._send(action.name, pb.ToLearner(stop=pb.Stop()))
         elif isinstance(action, m.Goodbye):
             self._send(action.name, pb.ToLearner(goodbye=pb.Goodbye(reason=action.reason, final=action.final)))
@@ -163,11 +177,19 @@ class SyncerServer:
         if connection is not None:
             connection.send(message)
 
+    def _progress(self) -> pb.ToLearner:
+        return pb.ToLearner(progress=pb.Progress(run_tokens=self.core.tokens, step=self.core.step))
+
     def _record(self, kind: str, data: dict[str, Any]) -> None:
         self._entries.append(TapeEntry(time.time(), kind, data))
         if kind in ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed"):
             detail = ", ".join(f"{key} {value}" for key, value in data.items() if key not in ("learner", "session"))
-            self._metrics.write("event", what=kind.replace("_", " "), island=data.get("learner"), detail=detail)
+            self._note("event", what=kind.replace("_", " "), island=data.get("learner"), detail=detail)
+
+    def _note(self, kind: str, **fields: object) -> None:
+        """For people to look at. A disk that cannot take it must not stop the run."""
+        with contextlib.suppress(StoreError):
+            self._metrics.write(kind, **fields)
 
     def _wake_at(self, at: float) -> None:
         if self._wake is not None:
@@ -182,31 +204,11 @@ class SyncerServer:
 
     async def _merge(self, order: m.Merge) -> None:
         deltas = [self._deltas[order.fragment, share.name] for share in order.shares]
-        self._record("merged", {**asdict(order), "shares": [asdict(share) for share in order.shares]})
-        entries, self._entries = self._entries, []
-        standing = self.core.standing()
         started = self.clock.now()
-
-        def work() -> tuple[FragmentState, Published]:
-            state = merge(
-                self.layout,
-                self.layout.fragments[order.fragment],
-                self.states[order.fragment],
-                deltas,
-                [share.weight for share in order.shares],
-                radial=self.sync.merge == "radial",
-                lr=order.outer_lr,
-                momentum=order.outer_momentum,
-                presence=order.presence,
-            )
-            self.store.commit(order, state, standing, entries)
-            return state, self._encode(order.version, state)
-
         try:
-            state, published = await asyncio.get_running_loop().run_in_executor(self._worker, work)
+            state, published, written = await self._in(self._mergers, self._compute, order, deltas)
+            await self._commit(written)
         except SkerryError as error:
-            # The order itself is dropped from the tape, since it did not happen; the rest waits for the next write.
-            self._entries = entries[:-1] + self._entries
             self.dispatch(m.StoreFailed(order.fragment, str(error)))
             return
         self.states[order.fragment] = state
@@ -215,7 +217,7 @@ class SyncerServer:
             self._deltas.pop((order.fragment, share.name), None)
         self.dispatch(m.Stored(order.fragment, order.version))
         total = sum(share.weight for share in order.shares)
-        self._metrics.write(
+        self._note(
             "merge",
             fragment=order.fragment,
             version=order.version,
@@ -224,6 +226,51 @@ class SyncerServer:
             asked=round(len(order.shares) / order.presence) if self.sync.damp_absent else len(order.shares),
             seconds=round(self.clock.now() - started, 6),
         )
+
+    def _compute(self, order: m.Merge, deltas: list[Tensor]) -> tuple[FragmentState, Published, Written]:
+        """One merge, off the event loop. A fragment has one merge at a time, so its state stands still meanwhile."""
+        state = merge(
+            self.layout,
+            self.layout.fragments[order.fragment],
+            self.states[order.fragment],
+            deltas,
+            [share.weight for share in order.shares],
+            radial=self.sync.merge == "radial",
+            lr=order.outer_lr,
+            momentum=order.outer_momentum,
+            presence=order.presence,
+        )
+        return state, self._encode(order.version, state), self.store.write(order, state)
+
+    async def _commit(self, written: Written) -> None:
+        """Merges that become ready while the tape is busy are committed together, in one transaction."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ready.append((written, done))
+        if self._committing is None:
+            self._committing = asyncio.get_running_loop().create_task(self._commit_all())
+        await done
+
+    async def _commit_all(self) -> None:
+        while self._ready:
+            batch, self._ready = self._ready, []
+            for written, _ in batch:
+                shares = [asdict(share) for share in written.order.shares]
+                self._record("merged", {**asdict(written.order), "shares": shares})
+            entries, self._entries = self._entries, []
+            try:
+                await self._in(self._tape, self.store.commit, [w for w, _ in batch], self.core.standing(), entries)
+            except Exception as error:
+                # These merges did not happen; everything else waits for the next write.
+                self._entries = [entry for entry in entries if entry.kind != "merged"] + self._entries
+                for _, done in batch:
+                    done.set_exception(error)
+            else:
+                for _, done in batch:
+                    done.set_result(None)
+        self._committing = None
+
+    async def _in(self, pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
 
     # ------------------------------------------------------------ the service
 
@@ -237,21 +284,15 @@ class SyncerServer:
         first = await _first(messages)
         try:
             hello = self._check_hello(first)
+            connection = self._admit(hello)
         except JoinRefused as refusal:
-            name = first.hello.name if first is not None else ""
+            name = first.hello.name[:MAX_NAME] if first is not None else ""
             self._record("refused", {"learner": name, "reason": str(refusal)})
             yield pb.ToLearner(refusal=pb.Refusal(reason=str(refusal)))
             return
-        connection = Connection(hello.session)
-        old = self._connections.get(hello.name)
-        if old is not None and old.session == hello.session:
-            old.end()
-        joined = m.Joined(hello.name, hello.session, hello.step, hello.tokens, tuple(hello.held))
-        for action in self.core.handle(joined, self.clock.now()):
-            if isinstance(action, m.Welcome):
-                self._connections[hello.name] = connection
-            self._perform(action)
         reader = asyncio.get_running_loop().create_task(self._read(hello.name, connection, messages))
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._handlers.add(over)
         try:
             while (message := await connection.outbox.get()) is not None:
                 yield message
@@ -260,6 +301,9 @@ class SyncerServer:
             if self._connections.get(hello.name) is connection:
                 del self._connections[hello.name]
                 self.dispatch(m.Disconnected(hello.name, hello.session))
+            self._handlers.discard(over)
+            if not over.done():
+                over.set_result(None)
 
     def _check_hello(self, first: pb.ToSyncer | None) -> pb.Hello:
         if first is None or first.WhichOneof("message") != "hello":
@@ -267,13 +311,30 @@ class SyncerServer:
         hello = first.hello
         if hello.protocol != PROTOCOL:
             raise JoinRefused(f"protocol mismatch: the syncer speaks version {PROTOCOL}, this learner {hello.protocol}")
-        if not hello.name or not hello.session or len(hello.name) > 200:
-            raise JoinRefused("a learner needs a name of at most 200 characters and a session")
+        if not 0 < len(hello.name) <= MAX_NAME or not 0 < len(hello.session) <= MAX_NAME:
+            raise JoinRefused(f"a learner needs a name and a session of 1 to {MAX_NAME} characters")
+        if max(hello.step, hello.tokens) > MAX_COUNT:
+            raise JoinRefused(f"step and tokens must be at most {MAX_COUNT}")
         if hello.run_id and hello.run_id != self.store.identity.run_id:
             raise JoinRefused(f"this syncer serves run {self.store.identity.run_id}, the learner belongs to {hello.run_id}")
         specs = [TensorSpec(t.name, tuple(t.shape), t.dtype, t.rule) for t in hello.tensors]  # type: ignore[arg-type]
         check_same_model(self.layout.tensors, specs)
         return hello
+
+    def _admit(self, hello: pb.Hello) -> Connection:
+        connection = Connection(hello.session)
+        old = self._connections.get(hello.name)
+        if old is not None and old.session == hello.session:
+            old.end()
+        joined = m.Joined(hello.name, hello.session, hello.step, hello.tokens, tuple(hello.held))
+        actions = self.core.handle(joined, self.clock.now())
+        for action in actions:
+            if isinstance(action, m.Welcome):
+                self._connections[hello.name] = connection
+            self._perform(action)
+        if not any(isinstance(action, m.Welcome) for action in actions):
+            raise JoinRefused(f"another process has taken the place of {hello.name}")
+        return connection
 
     async def _read(self, name: str, connection: Connection, messages: AsyncIterator[pb.ToSyncer]) -> None:
         try:
@@ -283,6 +344,10 @@ class SyncerServer:
                 kind = message.WhichOneof("message")
                 if kind == "report":
                     report = message.report
+                    learner = self.core.learners[name]
+                    if not _plausible(report, learner.step):
+                        self._record("refused", {"learner": name, "reason": "a report with impossible numbers"})
+                        continue
                     connection.loss = report.loss if report.HasField("loss") else connection.loss
                     connection.sent_bytes, connection.received_bytes = report.sent_bytes, report.received_bytes
                     self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s))
@@ -300,30 +365,38 @@ class SyncerServer:
                 connection.end()
 
     async def upload(self, parts: AsyncIterator[pb.UploadPart], context: Any) -> pb.UploadReply:
-        offer: m.Contributed | None = None
+        header: pb.UploadHeader | None = None
+        damaged = False
         try:
             assembly: Assembly | None = None
             async for part in parts:
                 if part.WhichOneof("part") == "header":
-                    if assembly is not None:
+                    if header is not None:
                         raise WireError("a second header in one upload")
-                    offer = self._check_upload(part.header)
-                    assembly = Assembly(part.header.size_bytes, part.header.checksum)
+                    header = part.header
+                    self._check_upload(header)
+                    assembly = Assembly(header.size_bytes, header.checksum)
                 elif assembly is None:
                     raise WireError("an upload must start with its header")
                 else:
                     assembly.add(part.chunk)
-            if offer is None or assembly is None:
+            if header is None or assembly is None:
                 raise WireError("an empty upload")
-            numel = self.layout.fragments[offer.fragment].numel
-            delta = await asyncio.get_running_loop().run_in_executor(None, self._decode, assembly, numel)
-            reason = self.core.why_refused(offer)
-            if reason is not None:
-                raise WireError(reason)
+            damaged = True
+            data = assembly.finish()
+            damaged = False
+            numel = self.layout.fragments[header.fragment].numel
+            delta = await asyncio.get_running_loop().run_in_executor(None, self._decode, data, numel)
+            # Much may have happened while the bytes were on their way.
+            offer = self._check_upload(header)
+            if delta is None:
+                # Nobody need wait for an answer that cannot be used.
+                self.dispatch(m.NothingToGive(offer.name, offer.fragment, offer.step))
+                raise WireError("the contribution is not finite, or beyond any plausible size")
         except WireError as error:
-            who = {"learner": offer.name, "fragment": offer.fragment, "step": offer.step} if offer else {}
+            who = {"learner": header.name[:MAX_NAME], "fragment": header.fragment, "step": header.step} if header else {}
             self._record("refused", {**who, "reason": str(error)})
-            return pb.UploadReply(accepted=False, reason=str(error))
+            return pb.UploadReply(accepted=False, reason=str(error), damaged=damaged)
         self._deltas[offer.fragment, offer.name] = delta
         self.dispatch(offer)
         return pb.UploadReply(accepted=True)
@@ -332,7 +405,9 @@ class SyncerServer:
         connection = self._connections.get(header.name)
         if connection is None or connection.session != header.session:
             raise WireError(f"{header.name!r} is not connected with this session")
-        offer = m.Contributed(header.name, header.fragment, header.step, header.base, header.steps, header.tokens)
+        if max(header.step, header.base, header.steps, header.tokens, header.upto) > MAX_COUNT:
+            raise WireError(f"counts must be at most {MAX_COUNT}")
+        offer = m.Contributed(header.name, header.fragment, header.step, header.base, header.steps, header.tokens, header.upto)
         reason = self.core.why_refused(offer)
         if reason is not None:
             raise WireError(reason)
@@ -343,11 +418,11 @@ class SyncerServer:
             raise WireError(f"fragment {header.fragment} is {size} bytes in {self.sync.send}, {header.size_bytes} declared")
         return offer
 
-    def _decode(self, assembly: Assembly, numel: int) -> Tensor:
-        delta = codecs.codec(self.sync.send).decode(assembly.finish(), numel)
-        if not bool(torch.isfinite(delta).all()):
-            raise WireError("the contribution is not finite")
-        return delta
+    def _decode(self, data: memoryview, numel: int) -> Tensor | None:
+        """The contribution, or None if no merge could digest it."""
+        delta = codecs.codec(self.sync.send).decode(data, numel)
+        # NaN compares false, so it is caught too.
+        return delta if numel == 0 or float(delta.abs().max()) <= MAX_PROGRESS else None
 
     async def download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadPart]:
         connection = self._connections.get(request.name)
@@ -379,7 +454,7 @@ class SyncerServer:
         """Tell learners how far the run is, write metrics and flush the tape, until cancelled."""
         metrics_at = 0.0
         while True:
-            progress = pb.ToLearner(progress=pb.Progress(run_tokens=self.core.tokens, step=self.core.step))
+            progress = self._progress()
             for connection in list(self._connections.values()):
                 if connection.outbox.qsize() < CONTROL_QUEUE // 2:
                     connection.send(progress)
@@ -393,11 +468,18 @@ class SyncerServer:
         if not self._entries:
             return
         entries, self._entries = self._entries, []
-        standing = self.core.standing()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._worker, self.store.append, entries, standing)
+            await self._in(self._tape, self.store.commit, [], self.core.standing(), entries)
         except SkerryError:
             self._entries = entries + self._entries
+
+    async def hang_up(self) -> None:
+        """End every control stream and wait until its handler has seen to it."""
+        for connection in list(self._connections.values()):
+            connection.end()
+        deadline = self.clock.now() + 5.0
+        while self._handlers and self.clock.now() < deadline:
+            await asyncio.wait(self._handlers, timeout=0.5)
 
     async def close(self) -> None:
         """Let merges in flight finish, write the last of the tape, and let go of the run folder."""
@@ -405,16 +487,19 @@ class SyncerServer:
             self._wake.cancel()
         while self._merging:
             await asyncio.gather(*self._merging, return_exceptions=True)
+        if self._committing is not None:
+            await self._committing
         self._write_metrics()
         await self._flush()
-        self._worker.shutdown()
+        self._mergers.shutdown()
+        self._tape.shutdown()
         self._metrics.close()
         self.store.close()
 
     def _write_metrics(self) -> None:
         core, now = self.core, self.clock.now()
         live = [learner for learner in core.learners.values() if learner.phase in ("training", "leaving")]
-        self._metrics.write(
+        self._note(
             "run",
             phase=core.phase,
             step=core.step,
@@ -430,7 +515,7 @@ class SyncerServer:
             then, tokens = self._rates.get(learner.name, (self._started, 0))
             rate = max(0, learner.tokens - tokens) / (now - then) if now > then else 0.0
             self._rates[learner.name] = (now, learner.tokens)
-            self._metrics.write(
+            self._note(
                 "island",
                 island=learner.name,
                 state={"leaving": "training", "gone": "left"}.get(learner.phase, learner.phase),
@@ -451,6 +536,11 @@ async def _first(messages: AsyncIterator[pb.ToSyncer]) -> pb.ToSyncer | None:
     return None
 
 
+def _plausible(report: pb.Report, step_before: int) -> bool:
+    sane_time = math.isfinite(report.step_time_s) and 0 <= report.step_time_s < 1e6
+    return sane_time and report.tokens <= MAX_COUNT and report.step <= step_before + MAX_STEPS_AT_ONCE
+
+
 async def run_syncer(
     store: RunStore,
     address: str,
@@ -460,8 +550,16 @@ async def run_syncer(
     stop: asyncio.Event | None = None,
 ) -> bool:
     """Serve until the run has ended (True) or `stop` is set (False)."""
-    syncer = SyncerServer(store)
-    server, port = await syncer.serve(address, tls)
+    try:
+        syncer = SyncerServer(store)
+    except BaseException:
+        store.close()
+        raise
+    try:
+        server, port = await syncer.serve(address, tls)
+    except BaseException:
+        await syncer.close()
+        raise
     on_listening(port)
     pulse = asyncio.create_task(syncer.pulse())
     ended = asyncio.create_task(syncer.ended.wait())
@@ -478,6 +576,7 @@ async def run_syncer(
         for task in (pulse, ended, stopped):
             task.cancel()
         await asyncio.gather(pulse, ended, stopped, return_exceptions=True)
+        await syncer.hang_up()
         await server.stop(grace=1.0)
         await syncer.close()
     return syncer.ended.is_set()

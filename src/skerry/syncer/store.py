@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from skerry.config import SyncConfig, from_json, to_json
@@ -33,7 +33,7 @@ from skerry.core.codec import checksum, raw_bytes
 from skerry.core.fragment import Fragment, Layout, TensorSpec, split
 from skerry.core.merge import FragmentState
 from skerry.core.messages import Merge
-from skerry.core.standing import FragmentProgress, Standing
+from skerry.core.standing import Counted, FragmentProgress, Standing
 from skerry.errors import StoreError
 
 FORMAT = 1
@@ -46,6 +46,10 @@ CREATE TABLE IF NOT EXISTS versions (
     fragment INTEGER NOT NULL, version INTEGER NOT NULL, step INTEGER NOT NULL, file TEXT NOT NULL,
     checksum INTEGER NOT NULL, shares TEXT NOT NULL, PRIMARY KEY (fragment, version)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS counted (
+    fragment INTEGER NOT NULL, learner TEXT NOT NULL, session TEXT NOT NULL, version INTEGER NOT NULL,
+    upto INTEGER NOT NULL, PRIMARY KEY (fragment, learner)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS standing (id INTEGER PRIMARY KEY CHECK (id = 1), data TEXT NOT NULL);
 """
 
@@ -53,6 +57,7 @@ CREATE TABLE IF NOT EXISTS standing (id INTEGER PRIMARY KEY CHECK (id = 1), data
 @dataclass(frozen=True)
 class RunIdentity:
     run_id: str
+    fixed_checksum: int
     layout: Layout
     sync: SyncConfig
     job_json: str
@@ -63,6 +68,15 @@ class TapeEntry:
     at: float
     kind: str
     data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A version whose file is durable but does not count yet."""
+
+    order: Merge
+    file: str
+    checksum: int
 
 
 def gather(layout: Layout, fragment: Fragment, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -88,9 +102,11 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
         (folder / "fragments").mkdir(parents=True, exist_ok=True)
         (folder / "tape.sqlite").unlink(missing_ok=True)
         fixed = {layout.tensors[p.tensor].name: named[layout.tensors[p.tensor].name] for p in layout.fixed.pieces}
-        _write_durably(folder / "fixed.safetensors", save({k: v.detach().cpu().contiguous() for k, v in fixed.items()}))
-        database = _connect(folder)
+        fixed_bytes = save({name: tensor.detach().cpu().contiguous() for name, tensor in fixed.items()})
+        _write_durably(folder / "fixed.safetensors", fixed_bytes)
+        database = _connect(folder, mode="rwc")
         with contextlib.closing(database), database:
+            database.executescript(_SCHEMA)
             for fragment in layout.fragments:
                 state = FragmentState.fresh(gather(layout, fragment, named))
                 file, crc = _write_version(folder, fragment.index, 0, state)
@@ -99,6 +115,7 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
         identity = {
             "format": FORMAT,
             "run_id": uuid.uuid4().hex,
+            "fixed_checksum": checksum(fixed_bytes),
             "tensors": [[s.name, list(s.shape), s.dtype, s.rule] for s in specs],
             "sync": json.loads(to_json(sync)),
             "job": json.loads(job_json) if job_json else None,
@@ -117,7 +134,7 @@ def read_identity(folder: Path) -> RunIdentity:
         specs = [TensorSpec(name, tuple(shape), dtype, rule) for name, shape, dtype, rule in data["tensors"]]
         sync = from_json(SyncConfig, json.dumps(data["sync"]))
         job = json.dumps(data["job"]) if data["job"] is not None else ""
-        return RunIdentity(data["run_id"], split(specs, sync.fragments), sync, job)
+        return RunIdentity(data["run_id"], data["fixed_checksum"], split(specs, sync.fragments), sync, job)
     except FileNotFoundError:
         raise StoreError(f"{folder} holds no run (there is no run.json)") from None
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
@@ -133,9 +150,12 @@ class RunStore:
         self._lock = _lock(folder)
         try:
             self._database = _connect(folder)
-        except sqlite3.Error as error:
-            raise StoreError(f"{folder / 'tape.sqlite'} cannot be opened: {error}") from error
-        self._remove_leftovers()
+            self._remove_leftovers()
+        except BaseException as error:
+            os.close(self._lock)
+            if isinstance(error, sqlite3.Error):
+                raise StoreError(f"{folder / 'tape.sqlite'} cannot be read: {error}") from error
+            raise
 
     def close(self) -> None:
         self._database.close()
@@ -144,40 +164,54 @@ class RunStore:
     def load(self) -> tuple[list[FragmentState], list[FragmentProgress], Standing]:
         """The newest state of everything."""
         states, progress = [], []
-        for fragment in self.identity.layout.fragments:
-            rows = _newest(self._database, fragment.index, 8)
-            states.append(_read_version(self.folder, fragment, rows[0]))
-            found = FragmentProgress(version=rows[0]["version"], merged_step=rows[0]["step"])
-            for row in reversed(rows):
-                for share in json.loads(row["shares"]):
-                    found.merged_base[share["name"]] = share["base"]
-            progress.append(found)
         row = self._database.execute("SELECT data FROM standing").fetchone()
-        return states, progress, Standing.from_json(json.loads(row["data"])) if row else Standing()
+        standing = Standing.from_json(json.loads(row["data"])) if row else Standing()
+        for fragment in self.identity.layout.fragments:
+            newest = _newest(self._database, fragment.index)
+            states.append(_read_version(self.folder, fragment, newest))
+            found = FragmentProgress(version=newest["version"], merged_step=newest["step"])
+            for row in self._database.execute("SELECT * FROM counted WHERE fragment = ?", (fragment.index,)):
+                session = standing.sessions.get(row["learner"])
+                if session is not None and session[0] == row["session"]:
+                    found.counted[row["learner"]] = Counted(row["version"], row["upto"])
+            progress.append(found)
+        return states, progress, standing
 
-    def commit(self, order: Merge, state: FragmentState, standing: Standing, entries: Sequence[TapeEntry]) -> None:
-        """Make one merge durable, with everything decided up to it. When this returns, the version may be announced."""
+    def fixed_bytes(self) -> bytes:
+        return _read_fixed(self.folder, self.identity)
+
+    def write(self, order: Merge, state: FragmentState) -> Written:
+        """Put a merge's result on disk, where it does not count yet. May be called from several threads."""
         try:
             file, crc = _write_version(self.folder, order.fragment, order.version, state)
-            shares = json.dumps([asdict(share) for share in order.shares])
-            with self._database:
-                row = (order.fragment, order.version, order.step, file, crc, shares)
-                self._database.execute("INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?)", row)
-                self._save_standing(standing)
-                _append(self._database, entries)
-        except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be stored: {error}") from error
-        old = self.folder / "fragments" / _file_name(order.fragment, order.version - KEPT_VERSIONS)
-        old.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be written: {error}") from error
+        return Written(order, file, crc)
 
-    def append(self, entries: Sequence[TapeEntry], standing: Standing) -> None:
-        """Record decisions that need no merge."""
+    def commit(self, merges: Sequence[Written], standing: Standing, entries: Sequence[TapeEntry]) -> None:
+        """Make merges count, with everything decided up to them. When this returns, they may be announced."""
         try:
             with self._database:
-                _append(self._database, entries)
+                for merge in merges:
+                    self._insert(merge, standing)
                 self._save_standing(standing)
+                _append(self._database, entries)
         except sqlite3.Error as error:
             raise StoreError(f"the tape cannot be written: {error}") from error
+        for merge in merges:
+            old = _file_name(merge.order.fragment, merge.order.version - KEPT_VERSIONS)
+            (self.folder / "fragments" / old).unlink(missing_ok=True)
+
+    def _insert(self, merge: Written, standing: Standing) -> None:
+        order = merge.order
+        shares = json.dumps([asdict(share) for share in order.shares])
+        row = (order.fragment, order.version, order.step, merge.file, merge.checksum, shares)
+        self._database.execute("INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?)", row)
+        for share in order.shares:
+            session = standing.sessions.get(share.name)
+            if session is not None:
+                counted = (order.fragment, share.name, session[0], order.version, share.upto)
+                self._database.execute("INSERT OR REPLACE INTO counted VALUES (?, ?, ?, ?, ?)", counted)
 
     def tape(self) -> list[TapeEntry]:
         rows = self._database.execute("SELECT at, kind, data FROM tape ORDER BY seq")
@@ -191,8 +225,11 @@ class RunStore:
 
     def _remove_leftovers(self) -> None:
         """Files of versions that never counted, or that should have been removed when the last process died."""
-        rows = self._database.execute("SELECT fragment, max(version) AS version FROM versions GROUP BY fragment")
-        wanted = {_file_name(row["fragment"], row["version"] - back) for row in rows for back in range(KEPT_VERSIONS)}
+        wanted = set()
+        for fragment in self.identity.layout.fragments:
+            # Raises before anything is removed if the tape does not know the run.
+            version = _newest(self._database, fragment.index)["version"]
+            wanted |= {_file_name(fragment.index, version - back) for back in range(KEPT_VERSIONS)}
         for path in (self.folder / "fragments").iterdir():
             if path.name not in wanted:
                 path.unlink(missing_ok=True)
@@ -203,12 +240,12 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     identity = read_identity(folder)
     layout = identity.layout
     flat = {s.name: torch.empty(s.numel, dtype=torch.float32) for s in layout.tensors if s.rule != "fixed"}
-    with contextlib.closing(_connect(folder, read_only=True)) as database:
+    with _reading(folder) as database:
         for fragment in layout.fragments:
             values = _read_newest(folder, database, fragment).values
             for piece, part in zip(fragment.pieces, torch.split(values, [p.numel for p in fragment.pieces]), strict=True):
                 flat[layout.tensors[piece.tensor].name][piece.start : piece.stop] = part
-    fixed = load_file(folder / "fixed.safetensors")
+    fixed = load(_read_fixed(folder, identity))
     tensors = {}
     for spec in layout.tensors:
         tensor = fixed[spec.name] if spec.rule == "fixed" and spec.numel else flat.get(spec.name, torch.empty(0))
@@ -217,26 +254,37 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
 
 def read_standing(folder: Path) -> Standing:
-    with contextlib.closing(_connect(folder, read_only=True)) as database:
+    with _reading(folder) as database:
         row = database.execute("SELECT data FROM standing").fetchone()
     return Standing.from_json(json.loads(row["data"])) if row else Standing()
 
 
 def _read_newest(folder: Path, database: sqlite3.Connection, fragment: Fragment) -> FragmentState:
     for _ in range(100):
-        rows = _newest(database, fragment.index, 1)
+        newest = _newest(database, fragment.index)
         with contextlib.suppress(FileNotFoundError):
             # A running syncer may replace the file between our two looks; then there is a newer row.
-            return _read_version(folder, fragment, rows[0], missing_is_damage=False)
+            return _read_version(folder, fragment, newest, missing_is_damage=False)
     raise StoreError(f"fragment {fragment.index} changes faster than it can be read")
 
 
-def _newest(database: sqlite3.Connection, fragment: int, count: int) -> list[sqlite3.Row]:
-    query = "SELECT version, step, file, checksum, shares FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
-    rows = database.execute(query, (fragment, count)).fetchall()
-    if not rows:
+def _newest(database: sqlite3.Connection, fragment: int) -> sqlite3.Row:
+    query = "SELECT version, step, file, checksum FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT 1"
+    row: sqlite3.Row | None = database.execute(query, (fragment,)).fetchone()
+    if row is None:
         raise StoreError(f"the tape knows no version of fragment {fragment}; the run folder is incomplete")
-    return rows
+    return row
+
+
+def _read_fixed(folder: Path, identity: RunIdentity) -> bytes:
+    path = folder / "fixed.safetensors"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from None
+    if checksum(data) != identity.fixed_checksum:
+        raise StoreError(f"{path} is damaged: its content does not match the run's checksum")
+    return data
 
 
 def _file_name(fragment: int, version: int) -> str:
@@ -283,17 +331,28 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.close(directory)
 
 
-def _connect(folder: Path, read_only: bool = False) -> sqlite3.Connection:
-    path = folder / "tape.sqlite"
-    uri = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+def _connect(folder: Path, mode: str = "rw") -> sqlite3.Connection:
+    uri = f"{(folder / 'tape.sqlite').resolve().as_uri()}?mode={mode}"
     # Calls come from the syncer's store thread and its main thread, never at once.
     database = sqlite3.connect(uri, uri=True, timeout=30.0, check_same_thread=False)
     database.row_factory = sqlite3.Row
-    if not read_only:
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = FULL")
-        database.executescript(_SCHEMA)
+    if mode != "ro":
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = FULL")
+        except sqlite3.Error:
+            database.close()
+            raise
     return database
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
+    try:
+        with contextlib.closing(_connect(folder, mode="ro")) as database:
+            yield database
+    except sqlite3.Error as error:
+        raise StoreError(f"{folder / 'tape.sqlite'} cannot be read: {error}") from None
 
 
 def _append(database: sqlite3.Connection, entries: Sequence[TapeEntry]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class TLS:
 def split_address(address: str) -> tuple[str, int]:
     host, separator, port = address.rpartition(":")
     host = host.strip("[]")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
+    if not separator or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"address must be host:port, got {address!r}")
     return host, int(port)
 
@@ -100,11 +101,21 @@ def require_tls_off_loopback(host: str, tls: TLS | None) -> None:
 
 
 def open_channel(address: str, tls: TLS | None) -> grpc.aio.Channel:
+    check_reachable(address, tls)
+    host, _ = split_address(address)
+    # A proxy in the environment is for the world outside.
+    options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_loopback(host) else CHANNEL_OPTIONS
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+
+
+def check_reachable(address: str, tls: TLS | None) -> None:
+    """Raise ConfigError for what no amount of trying would mend."""
     host, _ = split_address(address)
     require_tls_off_loopback(host, tls)
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+    if tls is not None:
+        tls.channel_credentials()
 
 
 def bind(server: grpc.aio.Server, address: str, tls: TLS | None) -> int:
@@ -118,7 +129,19 @@ def bind(server: grpc.aio.Server, address: str, tls: TLS | None) -> int:
             port = server.add_secure_port(address, tls.server_credentials())
     except RuntimeError:
         port = 0
+    if port == 0 and tls is not None and _is_free(host, wanted):
+        raise ConfigError(f"the TLS files are not usable: cert {tls.cert}, key {tls.key}, ca {tls.ca or 'none'}")
     if port == 0:
         raise WireError(f"cannot listen on {address}: the port is taken or the address is not this machine's")
     assert wanted in (0, port)
     return int(port)
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

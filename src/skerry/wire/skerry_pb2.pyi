@@ -123,7 +123,7 @@ class ToLearner(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted")
+    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_steps")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class Welcome(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
+    MERGED_STEPS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     slot: int
     step: int
@@ -138,7 +139,8 @@ class Welcome(_message.Message):
     versions: _containers.RepeatedScalarFieldContainer[int]
     run_tokens: int
     counted: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ...) -> None: ...
+    merged_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ..., merged_steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason",)
@@ -203,7 +205,7 @@ class UploadPart(_message.Message):
     def __init__(self, header: _Optional[_Union[UploadHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
-    __slots__ = ("name", "session", "fragment", "step", "base", "steps", "tokens", "codec", "size_bytes", "checksum")
+    __slots__ = ("name", "session", "fragment", "step", "base", "steps", "tokens", "codec", "size_bytes", "checksum", "upto")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +216,7 @@ class UploadHeader(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    UPTO_FIELD_NUMBER: _ClassVar[int]
     name: str
     session: str
     fragment: int
@@ -224,15 +227,18 @@ class UploadHeader(_message.Message):
     codec: str
     size_bytes: int
     checksum: int
-    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    upto: int
+    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., upto: _Optional[int] = ...) -> None: ...
 
 class UploadReply(_message.Message):
-    __slots__ = ("accepted", "reason")
+    __slots__ = ("accepted", "reason", "damaged")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     accepted: bool
     reason: str
-    def __init__(self, accepted: bool = ..., reason: _Optional[str] = ...) -> None: ...
+    damaged: bool
+    def __init__(self, accepted: bool = ..., reason: _Optional[str] = ..., damaged: bool = ...) -> None: ...
 
 class DownloadRequest(_message.Message):
     __slots__ = ("name", "session", "fragment", "version")
