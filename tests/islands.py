@@ -226,6 +226,7 @@ class RawLearner:
         values: dict[str, Any] = {
             "name": self.name, "session": self.session, "fragment": ask.fragment, "step": ask.step, "base": ask.min_base,
             "steps": 1, "tokens": 10, "codec": "bf16", "size_bytes": len(data), "checksum": codecs.checksum(data),
+            "upto": self._step,
         }  # fmt: skip
         return pb.UploadHeader(**{**values, **changes}), data
 

@@ -83,6 +83,7 @@ def test_a_whole_number_will_do_for_a_fraction(path: str) -> None:
         ("sync.send", "int4", "fp32, bf16"),
         ("sync.adopt", "", "overwrite, blend, carry"),
         ("data.token_bytes", 3, "2, 4"),
+        ("data.token_bytes", 2.0, "2, 4"),
         ("train.precision", ["fp32"], "fp32, bf16"),
     ],
 )
@@ -110,7 +111,6 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(path: str, value: ob
         ("sync.silence_s", 0.0, "> 0"),
         ("sync.begin.steps", -1, ">= 0"),
         ("sync.begin.every", 0, ">= 1"),
-        ("sync.begin.every", 25, "at most sync.every"),
         ("sync.begin.outer_lr", -1.0, "> 0"),
         ("sync.begin.outer_momentum", 1.0, "in [0, 1)"),
         ("sync.begin.islands", -2, ">= 0"),
@@ -124,6 +124,9 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(path: str, value: ob
         ("train.accumulate", 3, "a divisor of 8"),
         ("train.lr", -1.0, "> 0"),
         ("train.warmup", 1.0, "in [0, 1)"),
+        ("train.weight_decay", -0.1, ">= 0"),
+        ("train.beta2", 1.0, "in [0, 1)"),
+        ("train.beta2", -0.5, "in [0, 1)"),
         ("train.final_lr", 1.5, "in [0, 1]"),
         ("train.clip", -0.5, ">= 0"),
         ("islands.count", 0, ">= 1"),
@@ -144,7 +147,11 @@ def test_a_value_out_of_range_is_refused_with_name_value_and_requirement(path: s
 def test_settings_that_do_not_fit_together_are_refused() -> None:
     assert refusal({"data": {"corpus": "folder"}}) == "data.path must be set for corpus 'folder', got ''"
     with pytest.raises(ConfigError, match="sync.overlap must be below sync.every in lock-step, got 4"):
-        SyncConfig(every=4, overlap=4, wait=True)
+        SyncConfig(every=4, overlap=4, wait=True, quorum=0)
+    with pytest.raises(ConfigError, match=r"sync.quorum must be 0 \(all\) in lock-step, got 1"):
+        SyncConfig(wait=True, quorum=1)
+    with pytest.raises(ConfigError, match="sync.begin.every must be at most sync.every, got 25"):
+        SyncConfig(every=24, begin=BeginConfig(steps=10, every=25))
     SyncConfig(every=4, overlap=9, wait=False)
 
 
@@ -215,6 +222,7 @@ def test_a_resolved_configuration_comes_back_from_json_unchanged(algorithm: str)
         every=st.integers(10, 1000),
         overlap=st.integers(0, 9),
         wait=st.booleans(),
+        quorum=st.just(0),
         grace=st.floats(0, 0.99),
         outer_lr=st.floats(1e-3, 10),
         outer_momentum=st.floats(0, 0.999),
@@ -230,6 +238,9 @@ def test_any_settings_come_back_from_json_unchanged(sync: SyncConfig) -> None:
 def test_json_that_is_none_is_an_error_of_ours() -> None:
     with pytest.raises(ConfigError, match="not valid JSON"):
         from_json(SyncConfig, "{fragments: 3}")
+    for text in ("[1]", "3", "null"):
+        with pytest.raises(ConfigError, match="settings must be a table"):
+            from_json(SyncConfig, text)
     with pytest.raises(ConfigError, match="fragmetns is not a setting"):
         from_json(SyncConfig, json.dumps({"fragmetns": 3}))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import gc
 import logging
 import threading
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from islands import (
+    RawLearner,
     assert_same,
     batches,
     learner_threads,
@@ -30,7 +33,7 @@ from torch import Tensor, nn
 import skerry
 from skerry.config import SyncConfig
 from skerry.core.tensors import model_tensors
-from skerry.errors import WireError
+from skerry.errors import JoinRefused, WireError
 from skerry.syncer.store import RunStore, read_identity, read_model
 
 # One island, merged at every turn with an outer step that takes its weights over: the run must equal plain training.
@@ -287,6 +290,38 @@ def test_several_optimizers_may_step_in_any_rhythm(folder: Path, start_syncer) -
     assert_same(read_model(folder), tensors_of(model), 1e-5)
 
 
+def test_an_optimizer_that_extends_another_counts_one_step(folder: Path, start_syncer) -> None:
+    """torch hooks the step of the class and that of its base."""
+
+    class Extended(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    sgd(model).step()
+    optimizer = Extended(model.parameters(), lr=0.05)
+    with join(start_syncer(folder).address, model, optimizer) as learner:
+        train(model, optimizer, batches(0, 4))
+        assert learner.step == 4
+
+
+def test_one_optimizer_of_two_may_be_skipped(folder: Path, start_syncer) -> None:
+    """A scaler skips optimizers one by one. Later steps are whole again, and the exchange gets its snapshots."""
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    second = torch.optim.SGD([*model[2].parameters(), *model[4].parameters()], lr=0.01)
+    learner = join(start_syncer(folder).address, model, [first, second])
+    for skipped in (first, second):
+        train(model, [o for o in (first, second) if o is not skipped], batches(0, 1))
+        before = learner.step
+        at_least = min(versions(folder)) + 2
+        steps = train_until(lambda n=at_least: min(versions(folder)) >= n, model, [first, second])
+        assert before + steps <= learner.step <= before + steps + 1
+    learner.leave(timeout_s=30)
+
+
 # ---------------------------------------------------------------- models
 
 
@@ -513,6 +548,108 @@ def test_a_syncer_that_comes_late_is_found(folder: Path, start_syncer, free_port
     assert_same(tensors_of(model), tensors_of(small_model()))
 
 
+def test_another_model_is_refused(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = nn.Linear(3, 3)
+    before = tensors_of(model)
+    with pytest.raises(JoinRefused, match="model mismatch: the run has tensor '0.weight' \\[16, 6\\], this learner has not"):
+        join(start_syncer(folder).address, model, sgd(model))
+    assert_same(tensors_of(model), before)
+    poll(lambda: not learner_threads(), "threads to end")
+
+
+def test_a_run_that_is_closing_takes_nobody_in(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), dataclasses.replace(DECOUPLED, budget_tokens=10))
+    syncer = start_syncer(folder)
+
+    def late() -> None:
+        model = small_model()
+        with pytest.raises(WireError, match="turned late away: the run is over"):
+            join(syncer.address, model, sgd(model), "late")
+
+    async def last_questions_open() -> None:
+        async with RawLearner(syncer.address, small_model(), 2, name="slow") as raw:
+            await raw.join()
+            raw.report(1, tokens=20)
+            await raw.receive("stop")
+            await asyncio.get_running_loop().run_in_executor(None, late)
+
+    asyncio.run(last_questions_open())
+
+
+@pytest.mark.parametrize(
+    "optimizer", [[], None, "scheduler", [None]], ids=["none given", "None", "a scheduler", "a list of None"]
+)
+def test_what_is_no_optimizer_is_refused_at_once(optimizer: Any, free_port: int) -> None:
+    model = small_model()
+    if optimizer == "scheduler":
+        optimizer = torch.optim.lr_scheduler.ConstantLR(sgd(model))
+    with pytest.raises((ValueError, TypeError)):
+        skerry.join(f"127.0.0.1:{free_port}", model, optimizer, timeout_s=30)
+    assert not learner_threads()
+
+
+@pytest.mark.parametrize("tokens", [-1, 2.5, float("nan"), None])
+def test_a_count_that_is_no_count_is_refused_where_it_is_given(folder: Path, start_syncer, tokens: Any) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    with join(start_syncer(folder).address, model, sgd(model)) as learner:
+        with pytest.raises(ValueError, match="tokens must be a whole number >= 0"):
+            learner.count(tokens)
+
+
+def test_dropping_out_is_quick_and_whatever_was_not_given_is_lost(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), dataclasses.replace(DECOUPLED, every=1000))
+    syncer = start_syncer(folder)
+    model = small_model()
+    optimizer = sgd(model)
+    learner = join(syncer.address, model, optimizer)
+    train(model, optimizer, batches(0, 3))
+    with pytest.raises(ArithmeticError), learner:
+        raise ArithmeticError
+    poll(lambda: not learner_threads(), "threads to end", timeout_s=5)
+    learner.detach()
+    train(model, optimizer, batches(0, 3))
+    assert learner.step == 3
+    syncer.stop()
+    assert [entry["learner"] for entry in tape(folder, "disconnected")] == ["island-0"]
+    assert not tape(folder, "left")
+    assert_same(read_model(folder), tensors_of(small_model()))
+
+
+def test_another_thread_may_leave_after_a_step_raised(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    optimizer = sgd(model)
+    learner = join(start_syncer(folder).address, model, optimizer)
+
+    def stumble() -> Tensor:
+        raise ArithmeticError
+
+    def training() -> None:
+        train(model, optimizer, batches(0, 3))
+        with pytest.raises(ArithmeticError):
+            optimizer.step(stumble)
+
+    together(training)
+    learner.leave(timeout_s=30)
+
+
+def test_a_second_process_of_the_same_name_ends_the_first(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    address = start_syncer(folder).address
+    models = [small_model(), small_model()]
+    optimizers = [sgd(model) for model in models]
+    first = join(address, models[0], optimizers[0])
+    second = join(address, models[1], optimizers[1])
+    poll(lambda: first.finished, "the first to be told")
+    assert first.slot == second.slot and not second.finished
+    train(models[0], optimizers[0], batches(0, 3))  # its loop may go on, but nothing of it counts
+    first.leave(timeout_s=30)
+    train_until(lambda: min(versions(folder)) >= 1, models[1], optimizers[1])
+    second.leave(timeout_s=30)
+
+
 def test_leaving_twice_is_leaving_once_and_the_optimizer_is_free_again(folder: Path, start_syncer) -> None:
     skerry.create(folder, small_model(), DECOUPLED)
     syncer = start_syncer(folder)
@@ -629,17 +766,42 @@ class Killed(Exception):
 
 def die_in_commit(monkeypatch: pytest.MonkeyPatch, number: int, when: str) -> None:
     """The syncer dies in that merge of the run, before or after the version is durable. Either way nobody is told."""
-    real, merges = RunStore.commit, iter(range(1, 1000))
+    real = RunStore.commit
+    done = 0
 
-    def commit(self: RunStore, *arguments: Any) -> None:
-        dies = next(merges) == number
+    def commit(self: RunStore, merges: Any, *rest: Any) -> None:
+        nonlocal done
+        dies = done < number <= done + len(merges)
+        done += len(merges)
         if dies and when == "before":
             raise Killed
-        real(self, *arguments)
+        real(self, merges, *rest)
         if dies:
             raise Killed
 
     monkeypatch.setattr(RunStore, "commit", commit)
+
+
+def test_lock_step_does_not_wait_for_an_island_whose_weights_are_no_numbers(folder: Path, start_syncer) -> None:
+    """Its answers cannot be used, and that is an answer too. The merges it gets make it whole again."""
+    skerry.create(folder, small_model(), dataclasses.replace(LOCK_STEP, fragments=1, every=2))
+    address = start_syncer(folder).address
+    models = [small_model(), small_model()]
+
+    def island(index: int) -> None:
+        model = models[index]
+        optimizer = sgd(model)
+        learner = join(address, model, optimizer, f"island-{index}")
+        train(model, optimizer, batches(index, 2))
+        if index == 1:
+            with torch.no_grad():
+                model[0].weight.fill_(float("nan"))
+        train(model, optimizer, batches(index, 4))
+        learner.leave(timeout_s=30)
+
+    together(lambda: island(0), lambda: island(1))
+    assert all(bool(tensor.isfinite().all()) for tensor in [*read_model(folder).values(), *models[1].parameters()])
+    assert [len(merged["shares"]) for merged in tape(folder, "merged")][:3] == [2, 1, 2]
 
 
 def two_islands(address: str, steps: int, pause: Callable[[int], None] = lambda step: None) -> None:
@@ -658,21 +820,28 @@ def two_islands(address: str, steps: int, pause: Callable[[int], None] = lambda 
 
 
 LOCK_STEP = SyncConfig(fragments=2, every=4, overlap=0, wait=True, quorum=0, start_with=2)
-
-
-@pytest.fixture
-def uninterrupted(tmp_path: Path, start_syncer) -> tuple[dict[str, Tensor], list[int]]:
-    folder = skerry.create(tmp_path / "uninterrupted", small_model(), LOCK_STEP)
-    two_islands(start_syncer(folder).address, 10)
-    return read_model(folder), versions(folder)
+# Merged at 4 and 8, adopted at 6 and 10. After 11 steps nothing is on its way, so the end does not depend on timing either.
+OVERLAPPING = dataclasses.replace(LOCK_STEP, fragments=1, overlap=2)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("number", [1, 2, 5, 6])
+@pytest.mark.parametrize(
+    "number, sync, steps",
+    [
+        (2, LOCK_STEP, 10),
+        (5, LOCK_STEP, 10),
+        (6, LOCK_STEP, 10),  # the last, of what is handed over when they leave
+        (2, OVERLAPPING, 11),
+        (3, OVERLAPPING, 11),
+    ],
+    ids=["2 of 6", "5 of 6", "6 of 6", "2 of 3, overlapping", "3 of 3, overlapping"],
+)
 def test_lock_step_with_a_syncer_that_dies_equals_an_uninterrupted_run_bit_for_bit(
-    folder: Path, start_syncer, monkeypatch, uninterrupted, number: int, when: str
+    tmp_path: Path, folder: Path, start_syncer, monkeypatch, number: int, sync: SyncConfig, steps: int, when: str
 ) -> None:
-    skerry.create(folder, small_model(), LOCK_STEP)
+    skerry.create(tmp_path / "uninterrupted", small_model(), sync)
+    two_islands(start_syncer(tmp_path / "uninterrupted").address, steps)
+    skerry.create(folder, small_model(), sync)
     syncer = start_syncer(folder)
     die_in_commit(monkeypatch, number, when)
 
@@ -682,16 +851,18 @@ def test_lock_step_with_a_syncer_that_dies_equals_an_uninterrupted_run_bit_for_b
         assert sum(versions(folder)) == (number if when == "after" else number - 1)
         start_syncer(folder, syncer.port)
 
-    together(lambda: two_islands(syncer.address, 10), bring_back)
+    together(lambda: two_islands(syncer.address, steps), bring_back)
     assert len(tape(folder, "syncer_started")) == 2
-    assert versions(folder) == uninterrupted[1]
-    assert_same(read_model(folder), uninterrupted[0])
+    assert versions(folder) == versions(tmp_path / "uninterrupted")
+    assert_same(read_model(folder), read_model(tmp_path / "uninterrupted"))
 
 
 @pytest.mark.parametrize("step", [0, 5])
 def test_lock_step_with_a_syncer_that_is_stopped_equals_an_uninterrupted_run_bit_for_bit(
-    folder: Path, start_syncer, uninterrupted, step: int
+    tmp_path: Path, folder: Path, start_syncer, step: int
 ) -> None:
+    skerry.create(tmp_path / "uninterrupted", small_model(), LOCK_STEP)
+    two_islands(start_syncer(tmp_path / "uninterrupted").address, 10)
     skerry.create(folder, small_model(), LOCK_STEP)
     syncer = start_syncer(folder)
     paused, stopped = threading.Barrier(3), threading.Event()
@@ -708,8 +879,56 @@ def test_lock_step_with_a_syncer_that_is_stopped_equals_an_uninterrupted_run_bit
         start_syncer(folder, syncer.port)
 
     together(lambda: two_islands(syncer.address, 10, pause), stop)
-    assert versions(folder) == uninterrupted[1]
-    assert_same(read_model(folder), uninterrupted[0])
+    assert versions(folder) == versions(tmp_path / "uninterrupted")
+    assert_same(read_model(folder), read_model(tmp_path / "uninterrupted"))
+
+
+# ---------------------------------------------------------------- carry
+
+
+def countdown() -> nn.Module:
+    """Every step takes exactly 1/1024 off every weight, without rounding: weights tell how many steps are in them."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter * 1024).round() / 1024)
+    return model
+
+
+def count_down(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["one syncer", "two syncers"])
+@pytest.mark.parametrize("every, overlap, wait", [(1, 0, False), (3, 1, False), (6, 4, True)])
+def test_carry_loses_no_step_and_counts_none_twice(
+    folder: Path, start_syncer, every: int, overlap: int, wait: bool, interrupted: bool
+) -> None:
+    sync = dataclasses.replace(DECOUPLED, adopt="carry", every=every, overlap=overlap, wait=wait, quorum=0 if wait else 1)
+    skerry.create(folder, countdown(), sync)
+    syncer = start_syncer(folder)
+    model = countdown()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1 / 1024)
+    learner = join(syncer.address, model, optimizer)
+    steps = 0
+
+    def more() -> None:
+        nonlocal steps
+        count_down(model, optimizer)
+        steps += 1
+
+    for _ in range(2 if interrupted else 1):
+        at_least = min(versions(folder)) + 3
+        poll(lambda n=at_least: more() or min(versions(folder)) >= n, "merges")
+        if interrupted and syncer.ended is None:
+            together(syncer.stop, lambda: [more() for _ in range(2)], lambda: None) if not wait else syncer.stop()
+            start_syncer(folder, syncer.port)
+    learner.leave(timeout_s=30)
+    expected = {name: tensor - steps / 1024 for name, tensor in tensors_of(countdown()).items()}
+    assert_same(read_model(folder), expected)
 
 
 # ---------------------------------------------------------------- nothing leaks

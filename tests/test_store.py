@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -54,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def order(version: int, fragment: int = 0, step: int = 3) -> Merge:
-    return Merge(fragment, version, step, (Share("island-0", version - 1, 3, 30, 300.0),), 0.7, 0.6, 1.0)
+    return Merge(fragment, version, step, (Share("island-0", version - 1, 3, 30, 300.0, 3 * version, "first"),), 0.7, 0.6, 1.0)
 
 
 def commit(store: RunStore, version: int, fragment: int = 0, step: int = 3) -> FragmentState:
@@ -62,7 +63,8 @@ def commit(store: RunStore, version: int, fragment: int = 0, step: int = 3) -> F
     state = store.load()[0][fragment]
     new = FragmentState(state.values + 1, torch.full_like(state.values, float(version)))
     entry = TapeEntry(float(version), "merged", {"fragment": fragment, "version": version})
-    store.commit(order(version, fragment, step), new, Standing(step, 10 * version, "running", {}), [entry])
+    standing = Standing(step, 10 * version, "running", {"island-0": ("first", 0, step, 0)})
+    store.commit([store.write(order(version, fragment, step), new)], standing, [entry])
     return new
 
 
@@ -261,6 +263,49 @@ def test_a_damaged_newest_file_is_named(folder: Path, damage: str) -> None:
             read_model(folder)
 
 
+def test_a_folder_without_its_tape_is_left_as_it_is(folder: Path) -> None:
+    """Not knowing which files count is no reason to remove them."""
+    files = sorted((folder / "fragments").iterdir())
+    (folder / "tape.sqlite").rename(folder / "elsewhere.sqlite")
+    for ask in (RunStore, read_model, read_standing):
+        with pytest.raises(StoreError, match="tape.sqlite cannot be read: unable to open database file"):
+            ask(folder)
+    sqlite3.connect(folder / "tape.sqlite").close()
+    for ask in (RunStore, read_model):
+        with pytest.raises(StoreError, match="tape"):
+            ask(folder)
+    assert sorted((folder / "fragments").iterdir()) == files
+    (folder / "elsewhere.sqlite").rename(folder / "tape.sqlite")
+    RunStore(folder).close()
+
+
+def test_a_damaged_tape_is_named_and_does_not_lock_the_folder(folder: Path) -> None:
+    good = (folder / "tape.sqlite").read_bytes()
+    (folder / "tape.sqlite").write_bytes(b"not a database" * 100)
+    for ask in (RunStore, RunStore, read_model):
+        with pytest.raises(StoreError, match="tape.sqlite cannot be read: file is not a database"):
+            ask(folder)
+    (folder / "tape.sqlite").write_bytes(good)
+    RunStore(folder).close()
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+def test_damage_to_tensors_nobody_trains_is_found(tmp_path: Path, damage: str) -> None:
+    folder = skerry.create(tmp_path / "run", Various(), SYNC)
+    path = folder / "fixed.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
+    store = RunStore(folder)
+    for ask in (store.fixed_bytes, lambda: read_model(folder)):
+        with pytest.raises(StoreError, match=str(path)):
+            ask()
+    store.close()
+
+
 def test_a_commit_that_fails_leaves_the_version_before(folder: Path, monkeypatch) -> None:
     store = RunStore(folder)
     first = commit(store, 1)
@@ -269,7 +314,7 @@ def test_a_commit_that_fails_leaves_the_version_before(folder: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError, match="version 2 of fragment 0 cannot be stored: .*No space left"):
+    with pytest.raises(StoreError, match="version 2 of fragment 0 cannot be written: .*No space left"):
         commit(store, 2)
     monkeypatch.undo()
     states, progress, standing = store.load()
@@ -283,7 +328,7 @@ def test_a_commit_that_fails_leaves_the_version_before(folder: Path, monkeypatch
 def test_a_number_cannot_be_committed_twice(folder: Path) -> None:
     store = RunStore(folder)
     commit(store, 1)
-    with pytest.raises(StoreError, match="version 1 of fragment 0 cannot be stored"):
+    with pytest.raises(StoreError, match="the tape cannot be written: UNIQUE constraint"):
         commit(store, 1)
     store.close()
 
@@ -306,9 +351,10 @@ elif when == "before the row":
     stores.RunStore._save_standing = lambda *_: os._exit(7)
 elif when == "before the row is durable":
     stores._append = lambda *_: os._exit(7)
-order = Merge(0, 1, 3, (Share("island-0", 0, 3, 30, 300.0),), 0.7, 0.6, 1.0)
-new = FragmentState(state.values + 1, state.momentum + 2)
-store.commit(order, new, Standing(3, 30, "running", {}), [stores.TapeEntry(1.0, "merged", {"version": 1})])
+order = Merge(0, 1, 3, (Share("island-0", 0, 3, 30, 300.0, upto=3, session="first"),), 0.7, 0.6, 1.0)
+written = store.write(order, FragmentState(state.values + 1, state.momentum + 2))
+standing = Standing(3, 30, "running", {"island-0": ("first", 0, 3, 0)})
+store.commit([written], standing, [stores.TapeEntry(1.0, "merged", {"version": 1})])
 os._exit(7)
 """
 
@@ -322,7 +368,7 @@ def test_a_commit_is_there_after_a_kill_once_it_returned_and_not_before(folder: 
     store = RunStore(folder)
     states, progress, standing = store.load()
     assert (progress[0].version, standing.step, standing.banked_tokens) == ((1, 3, 30) if there else (0, 0, 0))
-    assert progress[0].merged_base == ({"island-0": 0} if there else {})
+    assert progress[0].counted_upto("island-0") == (3 if there else 0)
     assert float(states[0].momentum.max()) == (2.0 if there else 0.0)
     commit(store, 2 if there else 1)
     store.close()
@@ -336,10 +382,10 @@ def test_a_commit_is_there_after_a_kill_once_it_returned_and_not_before(folder: 
 
 def test_the_tape_keeps_the_order_in_which_things_were_decided(folder: Path) -> None:
     store = RunStore(folder)
-    store.append([TapeEntry(9.0, "joined", {"learner": "a"}), TapeEntry(8.0, "joined", {"learner": "b"})], Standing())
+    store.commit([], Standing(), [TapeEntry(9.0, "joined", {"learner": "a"}), TapeEntry(8.0, "joined", {"learner": "b"})])
     commit(store, 1)
-    store.append([], Standing(4))
-    store.append([TapeEntry(1.0, "left", {"learner": "a"})], Standing(5))
+    store.commit([], Standing(4), [])
+    store.commit([], Standing(5), [TapeEntry(1.0, "left", {"learner": "a"})])
     store.close()
     store = RunStore(folder)
     commit(store, 2)
@@ -352,7 +398,7 @@ def test_the_tape_keeps_the_order_in_which_things_were_decided(folder: Path) -> 
 def test_standing_and_shares_come_back(folder: Path) -> None:
     store = RunStore(folder)
     standing = Standing(12, 340, "closing", {"island-0": ("s", 1, 12, 99), "élan": ("t", 0, 11, 98)})
-    store.append([], standing)
+    store.commit([], standing, [])
     store.close()
     store = RunStore(folder)
     assert store.load()[2] == standing and read_standing(folder) == standing
@@ -360,17 +406,35 @@ def test_standing_and_shares_come_back(folder: Path) -> None:
     store.close()
 
 
-def test_a_restart_knows_whose_progress_was_merged_from_which_base(folder: Path) -> None:
+def test_a_restart_knows_how_much_of_whose_progress_was_merged(folder: Path) -> None:
     store = RunStore(folder)
     state = store.load()[0][0]
+    sessions = {name: (f"session of {name}", 0, 0, 0) for name in "abc"}
     for version, name in enumerate(["a", "b", "a", "c"], start=1):
-        merged = dataclasses.replace(order(version), shares=(Share(name, version - 1, 1, 1, 1.0),), step=10 * version)
-        store.commit(merged, state, Standing(), [])
+        share = Share(name, version - 1, 1, 1, 1.0, upto=100 + version, session=f"session of {name}")
+        merged = dataclasses.replace(order(version), shares=(share,), step=10 * version)
+        store.commit([store.write(merged, state)], Standing(sessions=sessions), [])
+    # A process that took over a name since then counts its own steps.
+    store.commit([], Standing(sessions={**sessions, "c": ("a later session", 0, 0, 0)}), [])
     store.close()
     store = RunStore(folder)
-    progress: list = store.load()[1]
-    assert progress[0].merged_base == {"a": 2, "b": 1, "c": 3}
-    assert (progress[0].version, progress[0].merged_step) == (4, 40)
+    found = store.load()[1][0]
+    assert {name: found.counted_upto(name) for name in "abcd"} == {"a": 103, "b": 102, "c": 0, "d": 0}
+    assert (found.version, found.merged_step) == (4, 40)
+    store.close()
+
+
+def test_merges_of_several_fragments_are_committed_as_one(folder: Path, monkeypatch) -> None:
+    store = RunStore(folder)
+    state = store.load()[0]
+    written = [store.write(order(1, fragment), FragmentState.fresh(state[fragment].values + 1)) for fragment in range(3)]
+    monkeypatch.setattr(stores, "_append", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        store.commit(written, Standing(), [])
+    assert versions(folder) == [0, 0, 0]
+    monkeypatch.undo()
+    store.commit(written, Standing(), [])
+    assert versions(folder) == [1, 1, 1]
     store.close()
 
 

@@ -61,7 +61,7 @@ def welcomed(actions: list[Action]) -> tuple[str, int, int, bool, tuple[int, ...
 
 
 def counted(announce: Announce) -> dict[str, int]:
-    """Whose progress from before which version is part of what was announced."""
+    """For each learner: up to which of its own steps its progress is part of what was announced."""
     return dict(zip(announce.names, announce.counted, strict=True))
 
 
@@ -107,7 +107,15 @@ class Run:
     def offer(self, name: str, fragment: int = 0, **changed: Any) -> Contributed:
         gathering = self.core.fragments[fragment].round
         step = gathering.step if gathering else 0
-        values = {"step": step, "base": self.core.fragments[fragment].version, "steps": 2, "tokens": 20, **changed}
+        known = self.core.learners.get(name)
+        values = {
+            "step": step,
+            "base": self.core.fragments[fragment].version,
+            "steps": 2,
+            "tokens": 20,
+            "upto": known.step if known else 0,
+            **changed,
+        }
         return Contributed(name, fragment, **values)
 
     def give(self, name: str, fragment: int = 0, **changed: Any) -> list[Action]:
@@ -208,6 +216,52 @@ def test_a_place_that_becomes_free_while_a_run_begins_is_given_on() -> None:
     assert of(Begin, run.report("b", 0)) == [Begin("b", 0)]
 
 
+def test_enough_learners_must_be_there_though_the_syncer_is_restarted_while_it_gathers() -> None:
+    run = Run(start_with=3)
+    run.enter("a")
+    again = run.restored()
+    assert of(Begin, again.join("a", held=(0,))) == [] and again.core.phase == "gathering"
+    again.enter("b")
+    assert {begin.name for begin in of(Begin, again.enter("c"))} == {"a", "b", "c"}
+
+
+def test_an_island_held_back_while_a_run_begins_still_is_after_a_restart_of_the_syncer() -> None:
+    run = Run(start_with=2, every=8, begin=BeginConfig(steps=50, every=8, islands=1))
+    run.enter("a", "b")
+    again = run.restored()
+    again.join("a", step=1, tokens=10, held=(0,))
+    assert of(Begin, again.join("b", held=(0,))) == []
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+def test_a_newcomer_whose_stream_breaks_before_it_is_ready_can_still_begin(fetched: bool) -> None:
+    run = Run()
+    run.join("a")
+    run.send(Disconnected("a", "first"))
+    back = run.join("a", held=(0,) if fetched else ())
+    assert welcomed(back)[3] == fetched
+    assert of(Begin, back if fetched else run.send(Ready("a"))) == [Begin("a", 0)]
+
+
+def test_no_two_live_islands_have_one_slot() -> None:
+    run = running("a", "b")
+    run.send(Disconnected("a", "first"))
+    run.now += SILENCE_S
+    run.report("b", 1)
+    assert welcomed(run.join("c"))[1] == 0, "the place of one that is gone is given on"
+    assert welcomed(run.join("a", step=1, tokens=10, held=(0,)))[1] == 2
+    assert welcomed(run.join("b", "second"))[1] == 1, "a restarted process keeps its own"
+
+
+def test_a_tick_at_the_time_asked_for_is_enough() -> None:
+    for tenths in range(1000):
+        run = Run(start_with=2, now=tenths * 0.1)
+        [wake] = of(WakeAt, run.join("a"))
+        run.now = wake.at
+        run.send(Tick())
+        assert run.core.learners["a"].phase == "gone", tenths
+
+
 # ---------------------------------------------------------------- the run's step
 
 
@@ -253,7 +307,7 @@ def test_all_present_merges_at_once() -> None:
     assert [(share.name, share.base, share.weight) for share in merge.shares] == [("a", 0, 200.0), ("b", 0, 800.0)]
     [announce] = of(Announce, run.store())
     assert (announce.fragment, announce.version, announce.step) == (0, 1, 4)
-    assert counted(announce) == {"a": 1, "b": 1}
+    assert counted(announce) == {"a": 4, "b": 4}
 
 
 def test_the_quorum_opens_a_grace_window_that_a_late_one_may_use() -> None:
@@ -373,18 +427,24 @@ def test_a_fragment_due_again_stays_in_its_round_and_the_silent_ones_are_asked_a
     assert [asked(actions) for actions in again] == [set(), {("b", 0, 4), ("c", 0, 4)}, set()]
     gathering = run.core.fragments[0].round
     assert gathering is not None and gathering.step == 4
-    run.give("b")
-    run.store()
-    run.report("a", 12)
-    assert asked(run.report("b", 12)) == {("a", 0, 12), ("b", 0, 12), ("c", 0, 12)}
 
 
-def test_a_fragment_due_while_it_is_being_merged_is_left_until_its_next_turn() -> None:
+def test_one_who_joined_since_is_asked_when_the_fragment_is_due_again() -> None:
+    """Nobody should wait for an idle island, nor those who came later for a round that asks only that one."""
+    run = running("a", quorum=1, grace=0.0)
+    run.report("a", 4)  # in a long evaluation: heard of, but it has nothing to give
+    run.enter("b")
+    assert asked(run.report("b", 7)) == set()
+    assert ("b", 0, 4) in asked(run.report("b", 8))
+    [merge] = of(Merge, run.give("b"))
+    assert [share.name for share in merge.shares] == ["b"]
+
+
+def test_a_turn_missed_while_a_merge_is_stored_gets_its_round_right_after() -> None:
     run = running("a", "b", quorum=1, grace=0.0)
     run.report("a", 4), run.give("a")
     assert asked(run.report("a", 8)) == set()
-    assert asked(run.store()) == set()
-    assert asked(run.report("a", 12)) == {("a", 0, 12), ("b", 0, 12)}
+    assert asked(run.store()) == {("a", 0, 8), ("b", 0, 8)}
 
 
 def test_the_same_progress_is_never_asked_for_twice() -> None:
@@ -411,12 +471,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"name": "nobody"}, "nobody is not in the run"),
     ({"name": "gone"}, "gone is not in the run"),
     ({"name": "new"}, "new is not in the run"),
-    ({"step": 8}, "no round 8 is open for fragment 0"),
-    ({"fragment": 1}, "no round 4 is open for fragment 1"),
-    ({"name": "b"}, "duplicate: b has answered round 4 of fragment 0"),
-    ({"name": "late"}, "late was not asked for fragment 0 in round 4"),
-    ({"base": 1}, "base version 1 of fragment 0 does not exist; the newest is 0"),
-    ({"base": -1}, "stale: base version -1 of fragment 0, the newest is 0"),
+    ({"step": 8}, "no round 8 is open for fragment 1"),
+    ({"fragment": 0}, "no round 4 is open for fragment 0"),
+    ({"name": "b"}, "duplicate: b has answered round 4 of fragment 1"),
+    ({"name": "late"}, "late was not asked for fragment 1 in round 4"),
+    ({"base": 1}, "base version 1 of fragment 1 does not exist; the newest is 0"),
+    ({"base": -1}, "stale: base version -1 of fragment 1, the newest is 0"),
     ({"steps": 0}, "steps and tokens must be >= 1, got 0 and 20"),
     ({"tokens": 0}, "steps and tokens must be >= 1, got 2 and 0"),
     ({"tokens": -5}, "steps and tokens must be >= 1, got 2 and -5"),
@@ -427,19 +487,19 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 def test_a_contribution_that_does_not_fit_is_refused_with_the_reason_and_changes_nothing(
     changed: dict[str, Any], reason: str
 ) -> None:
-    run = running("a", "b", "gone", fragments=2, every=8, quorum=3, begin=BeginConfig(steps=100, every=8))
+    run = running("a", "b", "gone", fragments=2, every=8, quorum=3)
     run.send(Disconnected("gone", "first"))
-    run.core._open(0, run.now, 4, [])  # one fragment only, so that the other has no round
-    run.give("b")
+    run.report("a", 4), run.report("b", 4)  # fragment 1 is due, fragment 0 is not
+    run.give("b", 1)
     run.join("new")
     run.enter("late")
     before = run.whole_state()
-    offer = dataclasses.replace(Contributed("a", 0, 4, 0, 2, 20), **changed)
+    offer = dataclasses.replace(Contributed("a", 1, 4, 0, 2, 20), **changed)
     assert run.core.why_refused(offer) == reason
     [record] = of(Record, run.send(offer))
     assert record.kind == "refused" and record.data["reason"] == reason
     assert run.whole_state() == before
-    assert run.core.why_refused(Contributed("a", 0, 4, 0, 2, 20)) is None
+    assert run.core.why_refused(Contributed("a", 1, 4, 0, 2, 20)) is None
 
 
 # ---------------------------------------------------------------- learners that go and come
@@ -447,12 +507,12 @@ def test_a_contribution_that_does_not_fit_is_refused_with_the_reason_and_changes
 
 def test_an_announcement_tells_each_learner_which_of_its_progress_is_in_it_now_or_since_before() -> None:
     run = running("a", "b", "c", quorum=1, grace=0.0, staleness=1)
-    run.report("a", 4), run.give("a")
+    run.report("a", 4), run.give("a", upto=3)
     [first] = of(Announce, run.store())
-    assert counted(first) == {"a": 1, "b": 0, "c": 0}
-    run.report("a", 8), run.give("b", base=0)
+    assert counted(first) == {"a": 3, "b": 0, "c": 0}
+    run.report("a", 8), run.give("b", base=0, upto=7)
     [second] = of(Announce, run.store())
-    assert counted(second) == {"a": 1, "b": 1, "c": 0}, "the first merge is part of the second version as well"
+    assert counted(second) == {"a": 3, "b": 7, "c": 0}, "the first merge is part of the second version as well"
 
 
 def test_a_learner_lost_in_the_middle_of_a_round_is_not_waited_for() -> None:
@@ -474,7 +534,9 @@ def test_a_contribution_counts_though_its_learner_was_lost_after_giving_it() -> 
     [announce] = of(Announce, run.store())
     assert announce.names == ("b",)
     [welcome] = of(Welcome, run.join("a", step=5, tokens=50, held=(0,)))
-    assert welcome.counted == (1,), "it hears on its return that its progress is part of the version it missed"
+    assert (welcome.counted, welcome.merged_steps) == ((4,), (4,)), (
+        "it hears on its return that its progress is part of the version it missed"
+    )
 
 
 def test_when_all_who_were_asked_are_lost_the_round_is_given_up() -> None:
@@ -544,6 +606,49 @@ def test_lock_step_waits_for_one_that_is_away_until_it_counts_as_silent_and_not_
     assert [share.name for share in merge.shares] == ["a"] and merge.presence == 1.0
 
 
+def test_in_lock_step_a_turn_nobody_was_left_for_is_opened_again_when_they_return() -> None:
+    run = running("a", quorum=0, wait=True, overlap=0)
+    run.report("a", 4)
+    run.send(Disconnected("a", "first"))
+    assert "cancelled" in recorded(run.wait(SILENCE_S))
+    back = run.join("a", step=4, tokens=40, held=(0,))
+    assert asked(back) == {("a", 0, 4)}, "it stands at step 4 and waits for the merge of that turn"
+
+
+def test_in_lock_step_a_turn_that_brought_nothing_is_announced_as_over() -> None:
+    run = running("a", "b", quorum=0, wait=True, overlap=0)
+    run.report("a", 4), run.report("b", 4)
+    run.nothing("a")
+    [announce] = of(Announce, run.nothing("b"))
+    assert (announce.version, announce.step) == (0, 4)
+    run.send(Disconnected("b", "first"))
+    [welcome] = of(Welcome, run.join("b", step=4, tokens=40, held=(0,)))
+    assert welcome.merged_steps == (4,), "and so hears one that missed it"
+
+
+def test_in_lock_step_a_turn_that_comes_during_a_round_for_a_leaving_one_gets_its_own_round() -> None:
+    run = running("a", "b", "c", quorum=0, wait=True, overlap=0, every=4)
+    run.report("a", 4), run.report("b", 3), run.report("c", 3)
+    run.send(Leaving("c"))
+    gathering = run.core.fragments[0].round
+    assert gathering is not None and gathering.step == 3
+    run.report("b", 4), run.report("c", 4)
+    for name in "abc":
+        run.give(name)
+    assert asked(run.store()) == {("a", 0, 4), ("b", 0, 4)}
+
+
+def test_in_lock_step_one_that_was_given_up_goes_on_where_the_others_are() -> None:
+    run = running("a", "b", quorum=0, wait=True, overlap=1, every=50)
+    run.report("a", 4), run.report("b", 4)
+    run.send(Disconnected("b", "first"))
+    run.now = 9.0
+    run.report("a", 20)
+    run.wait(1.0)
+    assert run.core.step == 20
+    assert of(Begin, run.join("b", step=5, tokens=50, held=(0,))) == [Begin("b", 20)]
+
+
 def test_lock_step_asks_one_that_is_away_as_well() -> None:
     run = running("a", "b", quorum=0, wait=True, overlap=1)
     run.report("b", 4)
@@ -603,6 +708,35 @@ def test_a_restarted_process_takes_its_place_and_what_the_old_one_was_asked_for_
     assert run.core.tokens == 750
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_the_old_process_had_given_is_not_credited_to_the_new_one(ordered: bool) -> None:
+    """They count their steps each from its own start. `ordered`: the merge was on its way when the process was replaced."""
+    run = running("a", "b", quorum=2)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a")
+    if ordered:
+        run.give("b")
+    [welcome] = of(Welcome, run.join("a", "second"))
+    run.send(Ready("a"))
+    if not ordered:
+        run.give("b")
+    [announce] = of(Announce, run.store())
+    assert welcome.counted == (0,) and counted(announce) == {"a": 0, "b": 4}
+    run.report("b", 8)
+    asks = of(Ask, run.report("a", 8))
+    assert {(ask.name, ask.min_base) for ask in asks} == {("a", 1), ("b", 1)}
+
+
+def test_an_old_process_is_turned_away_after_another_has_taken_its_place() -> None:
+    run = running("a", "b", every=1000)
+    run.report("a", 10, tokens=1000)
+    run.join("a", "second"), run.send(Ready("a"))
+    before = run.whole_state()
+    back = run.join("a", "first", step=10, tokens=1000, held=(0,))
+    assert of(Welcome, back) == [] and recorded(back) == ["refused"]
+    assert run.whole_state() == before and run.core.tokens == 1000
+
+
 def test_what_the_old_process_had_given_still_counts() -> None:
     run = running("a", "b", quorum=2)
     run.report("a", 4), run.report("b", 4)
@@ -610,6 +744,8 @@ def test_what_the_old_process_had_given_still_counts() -> None:
     run.join("b", "second"), run.send(Ready("b"))
     [merge] = of(Merge, run.give("a"))
     assert [share.name for share in merge.shares] == ["a", "b"]
+    [announce] = of(Announce, run.store())
+    assert counted(announce) == {"a": 4, "b": 0}, "but not as progress of the new one, which counts its own steps"
 
 
 def test_versions_from_another_future_are_not_resumed() -> None:
@@ -644,7 +780,11 @@ def test_a_merge_that_could_not_be_stored_is_tried_again_with_all_it_had() -> No
     [third] = of(Merge, run.wait(RETRY_STORE_S))
     assert [share.name for share in third.shares] == ["a", "b", "c"] and third.version == 1
     [announce] = of(Announce, run.store())
-    assert counted(announce) == {"b": 1, "c": 1} and run.versions == (1,)
+    assert counted(announce) == {"b": 4, "c": 4} and run.versions == (1,)
+    assert [run.core.learners[name].merges for name in "abc"] == [1, 1, 1] and run.core.merges == 1, (
+        "tried thrice, counted once"
+    )
+    assert list(run.core.participation) == [1.0]
 
 
 def test_a_version_is_announced_when_it_is_stored_and_not_before() -> None:
@@ -772,9 +912,22 @@ def test_in_the_last_round_the_slower_one_is_waited_for_but_not_beyond_silence()
     assert of(Merge, run.give("a")) == []
     run.now = 9.0
     run.report("b", 1)
-    assert of(Merge, run.wait(2.9)) == []
+    assert of(Merge, run.wait(0.9)) == []
     [merge] = of(Merge, run.wait(0.1))
     assert [share.name for share in merge.shares] == ["a"]
+
+
+def test_the_last_round_ends_though_one_who_is_heard_never_answers() -> None:
+    run = running("a", "b", quorum=0, every=50, budget_tokens=10)
+    run.report("a", 2)
+    run.give("a")
+    merges: list[Merge] = []
+    for _ in range(int(SILENCE_S)):
+        assert merges == []
+        run.now += 1.0
+        merges += of(Merge, run.report("b", 0) + run.report("a", 2))
+    assert [[share.name for share in merge.shares] for merge in merges] == [["a"]]
+    assert of(Ended, run.store()) == [Ended()]
 
 
 def test_the_last_round_of_a_fragment_comes_after_the_one_that_is_open() -> None:
@@ -878,14 +1031,79 @@ def test_a_leaving_learner_is_asked_for_everything_and_then_let_go() -> None:
     actions = run.send(Leaving("a"))
     assert asked(actions) == {(name, fragment, 5) for name in "ab" for fragment in (0, 1)}
     for fragment in (0, 1):
-        run.give("a", fragment)
-        assert len(of(Merge, run.give("b", fragment))) == 1
+        assert of(Merge, run.give("b", fragment)) == [], "one contribution would do, but this is the other one's last chance"
+        [merge] = of(Merge, run.give("a", fragment))
+        assert [share.name for share in merge.shares] == ["a", "b"]
     assert of(Goodbye, run.store(0)) == []
     last = run.store(1)
     assert of(Goodbye, last) == [Goodbye("a", "left")]
     assert of(Announce, last)[0].names == ("a", "b")
     assert run.core.learners["a"].phase == "gone" and run.core.phase == "running"
     assert run.core.tokens == 100, "its tokens stay counted"
+
+
+def test_a_leaving_learner_is_asked_for_a_fragment_that_is_being_merged_as_soon_as_that_is_over() -> None:
+    run = running("a", "b", quorum=1, grace=0.0)
+    run.report("a", 4), run.report("b", 4)
+    run.give("b")
+    assert asked(run.send(Leaving("a"))) == set()
+    actions = run.store()
+    assert of(Goodbye, actions) == [] and "a" in {name for name, _, _ in asked(actions)}
+
+
+def test_a_round_that_was_open_already_waits_for_the_leaving_one_but_not_beyond_silence() -> None:
+    run = running("a", "b", quorum=1, grace=0.0)
+    run.report("a", 4), run.report("b", 4)
+    run.send(Leaving("a"))
+    actions = run.give("b")
+    assert of(Merge, actions) == [] and of(WakeAt, actions) == [WakeAt(SILENCE_S)]
+    run.now = 9.0
+    run.report("a", 4), run.report("b", 4)
+    [merge] = of(Merge, run.wait(1.0))
+    assert [share.name for share in merge.shares] == ["b"]
+
+
+def test_saying_twice_that_it_leaves_changes_nothing() -> None:
+    """A link says it again after a reconnect."""
+    run = running("a", "b", quorum=0, wait=True, overlap=1)
+    run.report("a", 2), run.report("b", 2)
+    run.send(Leaving("a"))
+    before = run.whole_state()
+    assert of(Goodbye, run.send(Leaving("a"))) == []
+    assert run.whole_state() == before
+
+
+def test_a_leaving_learner_that_was_cut_off_is_asked_again_when_it_is_back() -> None:
+    run = running("a", "b", quorum=1, every=50)
+    run.report("a", 2), run.report("b", 2)
+    run.send(Leaving("a"))
+    run.send(Disconnected("a", "first"))
+    back = run.join("a", step=2, tokens=20, held=(0,))
+    assert of(Goodbye, back) == [] and "a" in {name for name, _, _ in asked(back)}
+
+
+def test_a_leaving_learner_is_not_asked_for_the_turns_of_the_others() -> None:
+    """Or with short turns and long ways some round would always have it, and it would never get away."""
+    run = running("a", "b", fragments=2, every=4, quorum=1, grace=0.0)
+    run.report("a", 4), run.report("b", 4)
+    run.send(Leaving("a"))
+    run.give("b", 0), run.give("a", 0), run.store(0)
+    # One more round takes what it did after that answer; then it is done with the fragment, whatever the others do.
+    run.nothing("a", 0), run.give("b", 0), run.store(0)
+    asks = asked(run.report("b", 8))
+    assert ("b", 0, 8) in asks and ("a", 0, 8) not in asks
+
+
+def test_leaving_a_run_that_closes_or_has_ended_opens_no_further_rounds() -> None:
+    run = running("a", "b", fragments=2, every=50)
+    run.report("a", 2), run.report("b", 2)
+    run.send(CloseRequested())
+    run.give("a", 0), run.give("b", 0), run.store(0)
+    assert asked(run.send(Leaving("a"))) == set()
+    run.give("a", 1), run.give("b", 1), run.store(1)
+    assert run.core.phase == "ended"
+    assert asked(run.send(Leaving("b"))) == set()
+    assert all(fragment.round is None for fragment in run.core.fragments)
 
 
 def test_a_leaving_learner_with_nothing_to_give_goes_at_once() -> None:
@@ -943,7 +1161,15 @@ class World:
         self.peers = {name: Peer() for name in NAMES}
         self.ordered: dict[int, Merge] = {}
         self.asked: dict[int, set[tuple[int, str]]] = {index: set() for index in range(sync.fragments)}
-        self.merged: Counter[tuple[str, int, int]] = Counter()
+        self.merged: Counter[tuple[str, int, int, int]] = Counter()
+        self.givers: dict[tuple[int, str], tuple[int, int]] = {}
+        """Which process gave a contribution, and up to how many of its own steps."""
+        self.credit: dict[tuple[str, int, int], int] = {}
+        """(learner, process, fragment) → up to how many of its own steps its progress is merged."""
+        self.rows: list[dict[str, tuple[str, Counted]]] = [{} for _ in range(sync.fragments)]
+        """What is stored of the last contribution of each learner, and for which of its processes."""
+        self.standings: dict[int, Standing] = {}
+        """Where the run stood when a merge was ordered: that is written together with it."""
         self.last = self._measures()
         self.durable = self._durable()
 
@@ -963,6 +1189,8 @@ class World:
         for action in actions:
             if isinstance(action, Welcome):
                 self.peers[action.name].connected = True  # a goodbye before this is for the old stream
+                slots = [self.core.learners[name].slot for name in self.connected()]
+                assert len(set(slots)) == len(slots), "no two live learners have one slot"
             self._see(action)
         wakes = of(WakeAt, actions)
         assert len(wakes) <= 1
@@ -988,6 +1216,9 @@ class World:
                 self.peers[action.name].questions[action.fragment] = action
         elif isinstance(action, Announce):
             assert action.version == self.core.fragments[action.fragment].version, "only what is stored is announced"
+            for name, upto in counted(action).items():
+                own = self.credit.get((name, self.peers[name].session, action.fragment), 0)
+                assert upto == own, "each hears which of its own steps are part of it"
         elif isinstance(action, Merge):
             assert self.core.phase != "ended" and action.fragment not in self.ordered
             assert action.version == self.core.fragments[action.fragment].version + 1
@@ -996,6 +1227,7 @@ class World:
                 assert (action.step, share.name) in self.asked[action.fragment], "only those who were asked are merged"
                 assert share.weight > 0 and share.base < action.version
             self.ordered[action.fragment] = action
+            self.standings[action.fragment] = self.core.standing()
 
     def check(self) -> None:
         assert all(times == 1 for times in self.merged.values()), "progress from one base is merged at most once"
@@ -1013,11 +1245,19 @@ class World:
             missing = gathering.asked - set(gathering.arrived)
             assert missing, "all have answered, and still the round is open"
             assert {self.core.learners[name].phase for name in missing} <= waited_for, "a round waits for nobody"
-            assert gathering.deadline is None or self.now < gathering.deadline
+            waits = gathering.deadline is None or self.now < gathering.deadline or gathering.needed & missing
+            assert waits or not gathering.arrived, "its time is over, and still it is open"
+            if gathering.arrived and gathering.needed & missing:
+                assert self.now < gathering.opened_at + SILENCE_S, "a last chance does not last for ever"
 
     def _count(self, order: Merge) -> None:
         for share in order.shares:
-            self.merged[share.name, order.fragment, share.base] += 1
+            session, upto = self.givers[order.fragment, share.name]
+            self.merged[share.name, session, order.fragment, share.base] += 1
+            self.credit[share.name, session, order.fragment] = upto
+            known = self.standings[order.fragment].sessions.get(share.name)
+            if known is not None:
+                self.rows[order.fragment][share.name] = (known[0], Counted(order.version, share.upto))
         self.asked[order.fragment].clear()
 
     def connected(self) -> list[str]:
@@ -1042,6 +1282,15 @@ class World:
         peer = self.peers[name]
         self.apply(Joined(name, str(peer.session), peer.step, peer.tokens, peer.held))
 
+    def haunt(self, name: str) -> None:
+        """A process whose place was taken, and that has not heard of it, connects again."""
+        learner = self.core.learners.get(name)
+        if learner is not None and learner.retired:
+            session, tokens = learner.session, self.core.tokens
+            actions = self.apply(Joined(name, learner.retired[-1], learner.step, 10_000, self.peers[name].held))
+            assert of(Welcome, actions) == [] and "refused" in recorded(actions)
+            assert (self.core.learners[name].session, self.core.tokens) == (session, tokens)
+
     def fetch(self, name: str) -> None:
         self.peers[name].held = tuple(fragment.version for fragment in self.core.fragments)
         self.apply(Ready(name))
@@ -1056,16 +1305,18 @@ class World:
     def answer(self, name: str, index: int, behind: int = 0) -> None:
         question = self.peers[name].questions.pop(index)
         base = max(self.core.fragments[index].version - behind, 0)
-        offer = Contributed(name, index, question.step, base, 2, 20)
+        offer = Contributed(name, index, question.step, base, 2, 20, self.peers[name].step)
         if base < question.min_base:
             assert self.core.why_refused(offer) is not None, "what was not asked for is not taken"
-        self.apply(offer)
+        self.offer(offer)
 
     def answer_with_nothing(self, name: str, index: int) -> None:
         self.apply(NothingToGive(name, index, self.peers[name].questions.pop(index).step))
 
     def offer(self, offer: Contributed) -> None:
         refused = self.core.why_refused(offer) is not None
+        if not refused:
+            self.givers[offer.fragment, offer.name] = (self.peers[offer.name].session, offer.upto)
         assert ("refused" in recorded(self.apply(offer))) == refused
 
     def lose(self, name: str) -> None:
@@ -1103,8 +1354,12 @@ class World:
             index, order = min(self.ordered.items())
             stored[index].version = order.version
             stored[index].merged_step = order.step
-            stored[index].counted.update({share.name: Counted(order.version, share.upto) for share in order.shares})
+            standing = self.standings[index]
             self._count(order)
+        for index, fragment in enumerate(stored):
+            known = {name: session for name, (session, *_) in standing.sessions.items()}
+            rows = self.rows[index].items()
+            fragment.counted = {name: counted for name, (session, counted) in rows if known.get(name) == session}
         self.ordered.clear()
         for names in self.asked.values():
             names.clear()
@@ -1131,13 +1386,13 @@ class World:
 
 @st.composite
 def any_settings(draw: st.DrawFn) -> SyncConfig:
-    islands = draw(st.integers(0, 2))
+    islands, wait = draw(st.integers(0, 2)), draw(st.booleans())
     return SyncConfig(
         fragments=draw(st.integers(1, 3)),
         every=draw(st.integers(2, 4)),
         overlap=1,
-        quorum=draw(st.integers(0, 3)),
-        wait=draw(st.booleans()),
+        quorum=0 if wait else draw(st.integers(0, 3)),
+        wait=wait,
         staleness=draw(st.integers(0, 2)),
         grace=0.5,
         start_with=draw(st.integers(1, 2)),
@@ -1163,6 +1418,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def one_connects_again(self, data: st.DataObject) -> None:
         self.world.reconnect(data.draw(st.sampled_from(self.world.cut_off())))
+
+    @rule(name=st.sampled_from(NAMES))
+    def an_old_process_comes_back(self, name: str) -> None:
+        self.world.haunt(name)
 
     @precondition(lambda self: self.world.connected())
     @rule(data=st.data())
@@ -1227,9 +1486,9 @@ test_whatever_happens_in_whatever_order_the_rules_hold = AnyOrder.TestCase
 
 
 def some_settings(rng: random.Random) -> SyncConfig:
-    islands = rng.choice([0, 0, 2])
+    islands, wait = rng.choice([0, 0, 2]), rng.random() < 0.4
     return SyncConfig(
-        fragments=rng.randint(1, 4), every=rng.randint(2, 5), overlap=1, quorum=rng.randint(0, 3), wait=rng.random() < 0.4,
+        fragments=rng.randint(1, 4), every=rng.randint(2, 5), overlap=1, quorum=0 if wait else rng.randint(0, 3), wait=wait,
         staleness=rng.randint(0, 2), grace=0.5, start_with=rng.randint(1, 3), budget_tokens=rng.choice([0, 500, 1500]),
         silence_s=SILENCE_S, begin=BeginConfig(steps=12 if islands else 0, every=2, islands=islands),
     )  # fmt: skip
@@ -1256,7 +1515,7 @@ def test_long_lives_of_runs_keep_the_rules(block: int) -> None:
 def _live(world: World, rng: random.Random) -> None:
     """One thing happens."""
     kinds = ["train"] * 8 + ["answer"] * 8 + ["store"] * 6 + ["time"] * 3 + ["fetch", "connect"] * 2
-    kinds += ["nothing", "offer", "lose", "start", "leave", "crash", "freeze"]
+    kinds += ["nothing", "offer", "lose", "start", "leave", "crash", "freeze", "haunt"]
     kind = rng.choice(kinds)
     if kind in ("lose", "start", "leave", "crash", "freeze") and rng.random() < 0.7:
         return
@@ -1285,7 +1544,107 @@ def _live(world: World, rng: random.Random) -> None:
         world.lose(rng.choice(names))
     elif kind == "start":
         world.start(rng.choice(NAMES))
+    elif kind == "haunt":
+        world.haunt(rng.choice(NAMES))
     elif kind == "leave" and (names := world.connected()):
         world.apply(Leaving(rng.choice(names)))
     elif kind == "crash":
         world.crash(rng.random() < 0.5)
+
+
+def test_who_had_nothing_to_give_is_not_waited_for_again_in_the_same_round() -> None:
+    run = running("a", "b", quorum=0, wait=True, overlap=0, every=4)
+    run.report("a", 3), run.report("b", 3)
+    run.send(Leaving("b"))  # round 3
+    run.nothing("a")  # it waits for another fragment and has no progress on this one
+    run.report("a", 4)  # due again
+    gathering = run.core.fragments[0].round
+    assert gathering is not None and "a" not in gathering.missing
+
+
+def test_no_two_rounds_of_a_fragment_have_one_number() -> None:
+    run = running("a", "b", "c", quorum=0, wait=True, overlap=0, every=50)
+    for name in "abc":
+        run.report(name, 5)
+    run.send(Leaving("a"))
+    first = run.core.fragments[0].round
+    assert first is not None
+    for name in "abc":
+        run.nothing(name)
+    run.send(Leaving("b"))
+    second = run.core.fragments[0].round
+    assert second is not None and second.step != first.step
+
+
+def test_a_turn_that_falls_into_an_open_round_does_not_get_a_round_of_its_own_too() -> None:
+    run = running("a", "b", "c", quorum=2)
+    for name in "abc":
+        run.report(name, 4)
+    run.give("a")
+    for name in "abc":
+        run.report(name, 8)  # due again: stays in round 4, the others are reminded
+    run.give("b")
+    if run.core.fragments[0].round and run.core.fragments[0].round.merging_since is None:
+        run.give("c")
+    assert asked(run.store()) == set()
+
+
+def test_a_closing_run_ends_though_the_only_one_asked_is_heard_and_never_answers() -> None:
+    run = running("a", every=50, budget_tokens=10)
+    run.report("a", 2)
+    assert run.core.phase == "closing"
+    for _ in range(100):
+        run.now += 1.0
+        run.report("a", 2)
+    assert run.core.phase == "ended"
+
+
+def test_a_slot_is_kept_over_a_restart_of_the_syncer() -> None:
+    run = running("a", "b")
+    run.send(Leaving("a")), run.nothing("a"), run.nothing("b")
+    assert run.core.learners["a"].phase == "gone"
+    run.enter("c")
+    assert run.core.learners["c"].slot == 0
+    run.report("c", 1)
+    again: Run = run.restored()
+    again.join("c", step=1, tokens=10, held=(0,))
+    assert again.core.learners["c"].slot == 0
+
+
+def test_one_that_comes_back_while_the_last_round_gathers_is_asked_as_well() -> None:
+    run = running("a", "b", every=50)
+    run.report("a", 6), run.report("b", 6)
+    run.send(Disconnected("b", "first"))
+    run.now = SILENCE_S
+    run.report("a", 7)
+    run.send(CloseRequested())  # the last round asks a alone
+    back = run.join("b", step=9, tokens=90, held=(0,))
+    assert [(ask.name, ask.step) for ask in of(Ask, back)] == [("b", 8)]
+    assert of(Merge, run.give("a")) == [], "it is waited for like everyone in the last round"
+
+
+def test_what_a_leaving_island_did_after_an_answer_that_was_under_way_is_asked_for() -> None:
+    run = running("a", "b", quorum=1, grace=0.0)
+    run.report("a", 4), run.report("b", 4)
+    offer = run.offer("a", upto=4)  # taken at step 4, on its way
+    run.report("a", 6)
+    run.send(Leaving("a"))
+    run.send(offer)
+    actions = run.store()
+    assert of(Goodbye, actions) == [] and "a" in {ask.name for ask in of(Ask, actions)}
+    [question] = [ask for ask in of(Ask, actions) if ask.name == "a"]
+    last = run.send(NothingToGive("a", 0, question.step))
+    assert of(Goodbye, last) == [Goodbye("a", "left")]
+
+
+def test_a_restored_run_does_not_credit_what_an_old_process_gave_to_the_one_that_took_its_place() -> None:
+    run = running("a", "b", quorum=2)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a", upto=4)
+    [order] = of(Merge, run.give("b", upto=4))
+    run.join("a", "second"), run.send(Ready("a"))  # while the merge is computed
+    run.store()
+    assert run.core.fragments[0].counted_upto("a") == 0
+    # The store keeps a count only for the session that gave it.
+    assert [share.session for share in order.shares] == ["first", "first"]
+    assert run.core.standing().sessions["a"][0] == "second"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from skerry.syncer.store import RunStore, read_identity, read_model
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, Assembly, cut
 from skerry.wire.client import describe, describe_job
-from skerry.wire.connection import PROTOCOL, bind, open_channel, split_address
+from skerry.wire.connection import PROTOCOL, open_channel, split_address
 
 FRAGMENTS = 2
 SYNC = SyncConfig(fragments=FRAGMENTS, every=1, overlap=0, quorum=1, outer_lr=1.0, outer_momentum=0.0)
@@ -90,15 +93,20 @@ def test_a_stream_that_ends_without_a_word_is_refused(run_folder: Path, start_sy
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"name": ""}, "needs a name"),
-        ({"name": "x" * 201}, "needs a name of at most 200 characters"),
-        ({"session": ""}, "and a session"),
+        ({"name": ""}, "a name and a session of 1 to 200 characters"),
+        ({"name": "x" * 3_000_000}, "a name and a session of 1 to 200 characters"),
+        ({"session": ""}, "a name and a session of 1 to 200 characters"),
+        ({"session": "x" * 3_000_000}, "a name and a session of 1 to 200 characters"),
         ({"run_id": "0123"}, "the learner belongs to 0123"),
+        ({"step": 2**64 - 1}, "step and tokens must be at most"),
     ],
-    ids=["no name", "long name", "no session", "other run"],
+    ids=["no name", "long name", "no session", "long session", "other run", "huge step"],
 )
 def test_a_hello_without_a_proper_identity_is_refused(run_folder: Path, start_syncer, changes, reason: str) -> None:
-    assert reason in play(start_syncer(run_folder).address, lambda raw: refusal_of(raw, raw.hello(**changes)))
+    syncer = start_syncer(run_folder)
+    assert reason in play(syncer.address, lambda raw: refusal_of(raw, raw.hello(**changes)))
+    syncer.stop()
+    assert len(str(tape(run_folder, "refused"))) < 1000  # what strangers say is not written down whole
 
 
 class Odd(nn.Module):
@@ -217,8 +225,7 @@ BAD_UPLOADS: dict[str, tuple[BadUpload, str]] = {
     "other name": (with_header(name="somebody"), "'somebody' is not connected with this session"),
     "no steps": (with_header(steps=0), "steps and tokens must be >= 1"),
     "no tokens": (with_header(tokens=0), "steps and tokens must be >= 1"),
-    "NaN": (with_values(float("nan")), "not finite"),
-    "infinite": (with_values(float("-inf")), "not finite"),
+    "huge count": (with_header(tokens=2**64 - 1), "counts must be at most"),
     "chunk first": (with_parts(lambda header, data: [data, header]), "must start with its header"),
     "second header": (with_parts(lambda header, data: [header, data, header]), "a second header"),
     "empty": (with_parts(lambda header, data: []), "an empty upload"),
@@ -249,6 +256,72 @@ def test_a_bad_upload_is_refused_and_changes_nothing(run_folder: Path, start_syn
     syncer.stop()
     [refused] = tape(run_folder, "refused")
     assert reason in refused["reason"]
+    if "header" not in reason and "empty" not in reason:
+        assert refused["learner"] in ("raw", "somebody")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3e38], ids=["NaN", "inf", "-inf", "huge"])
+def test_progress_no_merge_could_digest_is_refused_and_not_waited_for(run_folder: Path, start_syncer, value: float) -> None:
+    """The numbers may be finite and still end as infinities: the norm of a vector squares them."""
+    syncer = start_syncer(run_folder)
+    before = read_model(run_folder)
+
+    async def scenario(raw: RawLearner) -> None:
+        await raw.join()
+        ask = await raw.next_ask()
+        reply = await with_values(value)(raw, ask)
+        assert not reply.accepted and not reply.damaged and "not finite, or beyond any plausible size" in reply.reason
+        # Its answer is in: the round is over, and it is not asked for the same again.
+        raw.report(2)
+        while (again := (await raw.receive("ask")).ask).fragment != ask.fragment:
+            pass
+        assert again.step == 2
+        assert_same(read_model(run_folder), before)
+        assert (await raw.give(again)).accepted
+        await raw.receive("announce")
+
+    play(syncer.address, scenario)
+    syncer.stop()
+    [refused] = tape(run_folder, "refused")
+    assert refused["learner"] == "raw" and tape(run_folder, "cancelled")[0] == {"fragment": refused["fragment"], "step": 1}
+
+
+@pytest.mark.parametrize("name", ["truncated", "flipped bit", "wrong checksum"])
+def test_damage_on_the_way_is_told_apart_from_refusal(run_folder: Path, start_syncer, name: str) -> None:
+    async def scenario(raw: RawLearner) -> tuple[bool, bool]:
+        await raw.join()
+        ask = await raw.next_ask()
+        damaged = await BAD_UPLOADS[name][0](raw, ask)
+        refused = await raw.give(ask, codec="zip")
+        return damaged.damaged, refused.damaged
+
+    assert play(start_syncer(run_folder).address, scenario) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        pb.Report(step=1, tokens=10, step_time_s=float("inf")),
+        pb.Report(step=1, tokens=10, step_time_s=float("nan")),
+        pb.Report(step=1, tokens=10, step_time_s=-1.0),
+        pb.Report(step=2**64 - 1, tokens=10),
+        pb.Report(step=1, tokens=2**64 - 1),
+    ],
+    ids=["infinite time", "no time", "negative time", "huge step", "huge token count"],
+)
+def test_a_report_with_impossible_numbers_is_passed_over(pair_folder: Path, start_syncer, report: pb.Report) -> None:
+    syncer = start_syncer(pair_folder)
+
+    async def scenario(left: RawLearner, right: RawLearner) -> None:
+        right.send(report=report)
+        ask, other = await both_asked(left, right, 1)
+        assert (await left.give(ask)).accepted and (await right.give(other)).accepted
+        await left.receive("announce")
+
+    play_pair(syncer.address, scenario)
+    syncer.stop()
+    assert tape(pair_folder, "refused")[0] == {"learner": "right", "reason": "a report with impossible numbers"}
+    assert tape(pair_folder, "merged")[0]["step"] == 1
 
 
 def test_an_upload_larger_than_any_message_may_be_is_cut_off(run_folder: Path, start_syncer) -> None:
@@ -622,41 +695,59 @@ def test_an_address_has_a_host_and_a_port(address: str, expected: tuple[str, int
     assert split_address(address) == expected
 
 
-@pytest.mark.parametrize("address", ["", "localhost", ":7070", "localhost:", "localhost:x", "localhost:-1", "localhost:65536"])
+@pytest.mark.parametrize(
+    "address",
+    ["", "localhost", ":7070", "localhost:", "localhost:x", "localhost:-1", "localhost:65536", "localhost:²", "localhost:٣"],
+)
 def test_anything_else_is_no_address(address: str) -> None:
     with pytest.raises(ConfigError, match="address must be host:port"):
         split_address(address)
     with pytest.raises(ConfigError, match="address must be host:port"):
-        skerry.join(address, small_model(), torch.optim.SGD(small_model().parameters(), lr=0.1), timeout_s=1)
+        join(address)
 
 
+def join(address: str) -> None:
+    model = small_model()
+    skerry.join(address, model, torch.optim.SGD(model.parameters(), lr=0.1), timeout_s=1)
+
+
+@pytest.mark.parametrize("ask", [join, lambda a: open_channel(a, None), lambda a: describe(a, None, timeout_s=1)])
 @pytest.mark.parametrize("host", ["10.1.2.3", "syncer.example.org", "0.0.0.0", "[2001:db8::1]"])
-def test_plain_text_is_refused_off_loopback(host: str) -> None:
-    for ask in (lambda: open_channel(f"{host}:7070", None), lambda: describe(f"{host}:7070", None, timeout_s=1)):
-        with pytest.raises(ConfigError, match="is not this machine, and without TLS anyone on the way") as error:
-            ask()
-        assert "\n" not in str(error.value)
+def test_plain_text_is_refused_off_loopback(host: str, ask: Callable[[str], object], caplog) -> None:
+    with pytest.raises(ConfigError, match="is not this machine, and without TLS anyone on the way") as error:
+        ask(f"{host}:7070")
+    assert "\n" not in str(error.value) and not caplog.records
+
+
+def test_a_proxy_in_the_environment_is_not_asked_for_this_machine(run_folder: Path, start_syncer) -> None:
+    """gRPC would: what is allowed in plain text because it stays on this machine would leave it."""
+    address = start_syncer(run_folder).address
+    code = f"from skerry.wire.client import describe; describe({address!r}, None, timeout_s=5)"
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    process = subprocess.run(
+        [sys.executable, "-c", code], env={**environment, "http_proxy": "http://127.0.0.1:9"}, capture_output=True, check=False
+    )
+    assert process.returncode == 0, process.stderr.decode()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3"])
 def test_serving_in_plain_text_off_loopback_is_refused(run_folder: Path, host: str) -> None:
     async def serve() -> None:
-        store = RunStore(run_folder)
-        try:
-            await run_syncer(store, f"{host}:0", None, on_listening=lambda port: None)
-        finally:
-            store.close()
+        await run_syncer(RunStore(run_folder), f"{host}:0", None, on_listening=lambda port: None)
 
     with pytest.raises(ConfigError, match=f"{host} is not this machine, and without TLS") as error:
         asyncio.run(serve())
     assert "\n" not in str(error.value)
+    RunStore(run_folder).close()  # nobody holds it any more
 
 
-def test_a_port_that_is_taken_is_named(run_folder: Path, start_syncer) -> None:
+def test_a_port_that_is_taken_is_named_and_the_folder_let_go(run_folder: Path, tmp_path: Path, start_syncer) -> None:
     syncer = start_syncer(run_folder)
+    other = skerry.create(tmp_path / "other", small_model(), SYNC)
 
-    async def listen() -> None:
-        bind(grpc.aio.server(options=[("grpc.so_reuseport", 0)]), syncer.address, None)
+    async def serve() -> None:
+        await run_syncer(RunStore(other), syncer.address, None, on_listening=lambda port: None)
 
-    with pytest.raises(WireError, match=f"cannot listen on {syncer.address}"):
-        asyncio.run(listen())
+    with pytest.raises(WireError, match=f"cannot listen on {syncer.address}: the port is taken"):
+        asyncio.run(serve())
+    RunStore(other).close()

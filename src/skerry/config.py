@@ -77,7 +77,7 @@ class SyncConfig:
     outer_momentum: float = 0.8
     """Momentum of the outer Nesterov step."""
     damp_absent: bool = True
-    """Scale the outer step by the share of live learners' weight that is in the merge, so one island cannot drag the model."""
+    """Scale the progress by the share of asked learners that are in the merge, so that one island cannot drag the model."""
     staleness: int = 1
     """How many versions behind the current one the base of a contribution may be."""
     adopt: Literal["overwrite", "blend", "carry"] = "overwrite"

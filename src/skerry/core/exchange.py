@@ -136,6 +136,8 @@ class Exchange:
             held.answered = None  # that round is over
             if held.newest is None or version.version >= held.newest.version:
                 held.newest = version
+            if held.fetched is not None and held.fetched.version == version.version:
+                held.fetched = version  # a later turn brought nothing new: the same version, at a later step
         elif held.waits_for is not None and version.step >= held.waits_for:
             # The turn we wait for brought nothing new.
             held.waits_for = None
@@ -167,7 +169,7 @@ class Exchange:
         held = self.held[version.fragment]
         if version.version <= max(held.version, held.fetched.version if held.fetched else -1):
             return False
-        held.fetched = version
+        held.fetched = held.newest if held.newest is not None and held.newest.version == version.version else version
         return True
 
     def fetch_failed(self, version: Version) -> None:

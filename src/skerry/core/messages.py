@@ -160,6 +160,7 @@ class Share:
     tokens: int
     weight: float
     upto: int = 0
+    session: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ class LearnerState:
     step: int = 0
     tokens: int = 0
     heard_at: float = 0.0
+    moved_at: float = 0.0
+    """When bytes of a fragment last moved between it and us."""
     step_time: MovingAverage = field(default_factory=MovingAverage)
     merges: int = 0
     last_share: float = 0.0
@@ -44,8 +46,12 @@ class Round:
     asked: set[str]
     needed: set[str] = field(default_factory=set)
     """Those whose last chance this is: they are waited for as long as silence is tolerated, whatever the quorum."""
+    final: frozenset[str] = frozenset()
+    """Those of them who were asked only after they had stopped: what they give is all they have."""
     due: int = 0
     """The last turn that falls into this round."""
+    declined: set[str] = field(default_factory=set)
+    """Those who had nothing to give."""
     arrived: dict[str, Contributed] = field(default_factory=dict)
     quorum_at: float | None = None
     deadline: float | None = None
@@ -88,6 +94,8 @@ class Standing:
     phase: RunPhase = "gathering"
     sessions: dict[str, tuple[str, int, int, int]] = field(default_factory=dict)
     """name → (session, slot, step, tokens)."""
+    gone: tuple[str, ...] = ()
+    """Those of them that were given up or have left."""
 
     @property
     def tokens(self) -> int:
@@ -99,6 +107,7 @@ class Standing:
             "banked_tokens": self.banked_tokens,
             "phase": self.phase,
             "sessions": {name: list(value) for name, value in self.sessions.items()},
+            "gone": list(self.gone),
         }
 
     @staticmethod
@@ -106,4 +115,4 @@ class Standing:
         sessions = {
             name: (str(s), int(slot), int(step), int(tokens)) for name, (s, slot, step, tokens) in data["sessions"].items()
         }
-        return Standing(int(data["step"]), int(data["banked_tokens"]), data["phase"], sessions)
+        return Standing(int(data["step"]), int(data["banked_tokens"]), data["phase"], sessions, tuple(data["gone"]))

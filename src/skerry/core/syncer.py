@@ -54,6 +54,8 @@ from skerry.core.schedule import Schedule
 from skerry.core.standing import Counted, FragmentProgress, LearnerState, Round, RunPhase, Standing
 
 RETRY_STORE_S = 1.0
+REMEMBERED = 500
+"""Learners that are gone but still known, in case they come back."""
 
 
 class SyncerCore:
@@ -81,6 +83,8 @@ class SyncerCore:
             name: LearnerState(name, session, slot, "away", step, tokens, heard_at=now, ready=True, began=True)
             for name, (session, slot, step, tokens) in standing.sessions.items()
         }
+        for name in standing.gone:
+            self.learners[name].phase = "gone"
         self._last_rounds_due = set(range(fragments))
 
     # ------------------------------------------------------------ what others may ask
@@ -96,7 +100,14 @@ class SyncerCore:
             for learner in self.learners.values()
             if learner.began
         }
-        return Standing(self.step, self.banked_tokens, self.phase, sessions)
+        gone = tuple(name for name in sessions if self.learners[name].phase == "gone")
+        return Standing(self.step, self.banked_tokens, self.phase, sessions, gone)
+
+    def bytes_moved(self, name: str, now: float) -> None:
+        """A sign of life that is too frequent to be an event: part of a fragment went to or came from this learner."""
+        learner = self.learners.get(name)
+        if learner is not None and learner.phase != "gone":
+            learner.heard_at = learner.moved_at = now
 
     def why_refused(self, offer: Contributed) -> str | None:
         """Why this contribution cannot be taken, or None. Asked before the bytes are read, and again when they are in."""
@@ -205,7 +216,13 @@ class SyncerCore:
                 actions.append(StopTraining(event.name))
             for index, fragment in enumerate(self.fragments):
                 gathering = fragment.round
-                if gathering and gathering.merging_since is None and event.name in gathering.missing:
+                if gathering is None or gathering.merging_since is not None or event.name in gathering.arrived:
+                    continue
+                if self.phase == "closing":
+                    # It had been given up; what it did meanwhile is welcome all the same.
+                    gathering.asked.add(event.name)
+                    gathering.needed.add(event.name)
+                if event.name in gathering.asked:
                     actions.append(self._ask(event.name, index, gathering.step))
 
     def _replace(self, old: LearnerState, new: LearnerState, actions: list[Action]) -> None:
@@ -250,7 +267,7 @@ class SyncerCore:
         gathering.arrived[event.name] = event
         learner = self.learners[event.name]
         learner.heard_at = now
-        if learner.owes is not None:
+        if learner.owes is not None and event.name in gathering.final:
             learner.owes.discard(event.fragment)
 
     def _nothing(self, event: NothingToGive) -> None:
@@ -260,6 +277,7 @@ class SyncerCore:
         if gathering is None or gathering.step != event.step or event.name not in gathering.missing:
             return
         gathering.asked.discard(event.name)
+        gathering.declined.add(event.name)
         owes = self.learners[event.name].owes
         if owes is not None:
             owes.discard(event.fragment)
@@ -294,7 +312,7 @@ class SyncerCore:
         assert gathering is not None and gathering.merging_since is not None, "stored a merge that was not ordered"
         assert event.version == fragment.version + 1, "versions go up one by one"
         fragment.version = event.version
-        fragment.merged_step = max(fragment.merged_step, gathering.step)
+        fragment.merged_step = max(fragment.merged_step, gathering.step if self.sync.wait else gathering.due)
         fragment.round = None
         self.merges += 1
         self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
@@ -344,6 +362,20 @@ class SyncerCore:
                 actions.append(Record("lost", {"learner": learner.name, "silent_s": round(now - learner.heard_at, 3)}))
                 learner.phase = "gone"
                 self._drop_unanswered(learner.name)
+        self._forget_the_long_gone()
+
+    def _forget_the_long_gone(self) -> None:
+        """Names of learners that come and go for ever must not pile up; their tokens stay counted."""
+        gone = [learner for learner in self.learners.values() if learner.phase == "gone"]
+        if len(gone) <= REMEMBERED:
+            return
+        in_rounds = {name for f in self.fragments if f.round for name in f.round.arrived}
+        for learner in sorted(gone, key=lambda learner: learner.heard_at)[: len(gone) - REMEMBERED]:
+            if learner.name not in in_rounds:
+                del self.learners[learner.name]
+                self.banked_tokens += learner.tokens
+                for fragment in self.fragments:
+                    fragment.counted.pop(learner.name, None)
 
     def _begin_learners(self, actions: list[Action]) -> None:
         waiting = [learner for learner in self.learners.values() if learner.phase == "waiting" and learner.ready]
@@ -384,7 +416,8 @@ class SyncerCore:
                 self._ask_again(index, fragment.round, due, owing, actions)
             elif due > fragment.merged_step or owing:
                 trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
-                step = due if due > fragment.merged_step else self.step
+                # A round that is nobody's turn needs a number that no other round of this fragment had.
+                step = due if due > fragment.merged_step else max(self.step, fragment.merged_step + 1)
                 self._open(index, now, step, trains, owing, actions)
 
     def _open_last_round(self, index: int, now: float, actions: list[Action]) -> None:
@@ -392,13 +425,13 @@ class SyncerCore:
         if index in self._last_rounds_due and self.fragments[index].round is None:
             self._last_rounds_due.discard(index)
             able = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
-            self._open(index, now, self.step + 1, able, able, actions)
+            self._open(index, now, max(self.step, self.fragments[index].merged_step) + 1, able, able, actions)
 
     def _open(self, index: int, now: float, step: int, asked: set[str], needed: set[str], actions: list[Action]) -> None:
         asked = asked | needed
         if not asked:
             return
-        self.fragments[index].round = Round(step, now, asked, set(needed), due=step)
+        self.fragments[index].round = Round(step, now, asked, set(needed), frozenset(needed), due=step)
         actions.append(Record("opened", {"fragment": index, "step": step, "asked": sorted(asked)}))
         actions.extend(self._ask(name, index, step) for name in sorted(asked))
 
@@ -410,7 +443,7 @@ class SyncerCore:
         if due > gathering.due:
             gathering.due = due
             trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
-            gathering.asked |= trains - set(gathering.arrived)
+            gathering.asked |= trains - set(gathering.arrived) - gathering.declined
             late |= gathering.missing
         gathering.asked |= late
         gathering.needed |= owing - set(gathering.arrived)
@@ -440,7 +473,7 @@ class SyncerCore:
                 continue
             missing = gathering.missing
             if not gathering.arrived:
-                if not missing:
+                if not missing or (gathering.needed and now >= self._deadline(gathering)):
                     self._cancel(index, fragment, gathering, actions)
                 continue
             quorum = min(self.sync.quorum or len(gathering.asked), len(gathering.asked))
@@ -452,8 +485,10 @@ class SyncerCore:
                 self._order_merge(index, fragment, gathering, now, actions)
 
     def _deadline(self, gathering: Round) -> float:
-        last_chance = gathering.opened_at + self.sync.silence_s
-        if gathering.needed & gathering.missing:
+        waited_for = gathering.needed & gathering.missing
+        moved = [self.learners[name].moved_at for name in waited_for]
+        last_chance = max([gathering.opened_at, *moved]) + self.sync.silence_s
+        if waited_for:
             return last_chance
         if gathering.deadline is not None:
             return gathering.deadline
@@ -472,7 +507,10 @@ class SyncerCore:
     def _order_merge(self, index: int, fragment: FragmentProgress, gathering: Round, now: float, actions: list[Action]) -> None:
         gathering.merging_since = now
         offers = [gathering.arrived[name] for name in sorted(gathering.arrived)]
-        shares = tuple(Share(o.name, o.base, o.steps, o.tokens, merging.weight(o.tokens, o.steps), o.upto) for o in offers)
+        shares = tuple(
+            Share(o.name, o.base, o.steps, o.tokens, merging.weight(o.tokens, o.steps), o.upto, self.learners[o.name].session)
+            for o in offers
+        )
         expected = len(gathering.asked | set(gathering.arrived))
         presence = len(shares) / expected if self.sync.damp_absent else 1.0
         stage = self.schedule.stage(gathering.step)
@@ -516,7 +554,8 @@ class SyncerCore:
         return sum(times) / len(times) if times else 0.0
 
     def _next_wake(self, now: float) -> float | None:
-        open_rounds = [f.round for f in self.fragments if f.round and f.round.merging_since is None and f.round.arrived]
+        open_rounds = [f.round for f in self.fragments if f.round and f.round.merging_since is None]
+        open_rounds = [r for r in open_rounds if r.arrived or r.needed]
         times = [max(self._deadline(r) if r.missing else now, r.not_before) for r in open_rounds]
         times += [learner.heard_at + self.sync.silence_s for learner in self._live()]
         times = [time for time in times if time < math.inf]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from skerry.core.fragment import Rule, TensorSpec
+from skerry.errors import ConfigError
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -23,8 +24,10 @@ def model_tensors(model: nn.Module) -> list[tuple[TensorSpec, Tensor]]:
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     found: list[tuple[TensorSpec, Tensor]] = []
     for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ConfigError(f"parameters must be real floating-point tensors, {name!r} is {parameter.dtype}")
         rule: Rule = "radial"
-        if not parameter.requires_grad or not parameter.is_floating_point():
+        if not parameter.requires_grad:
             rule = "fixed"
         elif id(parameter) in embeddings:
             rule = "mean"

@@ -12,7 +12,6 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from safetensors.torch import load
@@ -26,6 +25,7 @@ from skerry.core.fragment import split
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
 from skerry.learner.replica import Arrival, Prepared, Replica
+from skerry.learner.workers import DaemonWorkers
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire import transfer
 from skerry.wire.connection import PROTOCOL, TLS, check_reachable, open_channel
@@ -75,12 +75,13 @@ class Link:
         self._ready_sent = False
         self._lost_at_step: int | None = None
         self._pump_pending = False
+        self._answering = False
         self._reported_at = -1.0
         self._reported: tuple[int, int] | None = None
         self._stream: transfer.ControlStream | None = None
         self._bulk: SyncerStub | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="skerry-exchange")
+        self._pool = DaemonWorkers(2, "skerry-exchange")
         self._loop = asyncio.new_event_loop()
         self._main: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="skerry-link", daemon=True)
@@ -293,7 +294,8 @@ class Link:
             self._send(pb.ToSyncer(ready=pb.Ready()))
         for version in fetches:
             self._spawn(self._fetch(version))
-        if answerable:
+        if answerable and not self._answering:
+            self._answering = True
             self._spawn(self._answer())
         wait = self._reported_at + REPORT_EVERY_S - self._clock.now()
         if wait <= 0:
@@ -339,7 +341,11 @@ class Link:
     # ------------------------------------------------------------ contributions
 
     async def _answer(self) -> None:
-        for give, arrived in await self._off_loop(self._take_snapshots):
+        try:
+            taken = await self._off_loop(self._take_snapshots)
+        finally:
+            self._answering = False
+        for give, arrived in taken:
             if isinstance(give, GiveNothing):
                 question = give.question
                 nothing = pb.NothingToGive(fragment=question.fragment, step=question.step)
@@ -352,8 +358,8 @@ class Link:
         assert self.exchange is not None and self.replica is not None
         taken: list[tuple[Give | GiveNothing, Any]] = []
         while not self.replica.gate.acquire(timeout=GATE_S):
-            # A script that died inside optimizer.step() never opens the gate; do not keep the interpreter from ending.
-            if self._closing or not threading.main_thread().is_alive():
+            # After an exception inside optimizer.step() the gate stays closed until the next step, if there is one.
+            if self._closing:
                 return []
         try:
             with self.changed:

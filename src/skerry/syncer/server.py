@@ -380,6 +380,7 @@ class SyncerServer:
                     raise WireError("an upload must start with its header")
                 else:
                     assembly.add(part.chunk)
+                    self.core.bytes_moved(header.name, self.clock.now())  # type: ignore[union-attr]
             if header is None or assembly is None:
                 raise WireError("an empty upload")
             damaged = True
@@ -440,6 +441,7 @@ class SyncerServer:
         yield pb.DownloadPart(header=header)
         for chunk in cut(published.data):
             yield pb.DownloadPart(chunk=chunk)
+            self.core.bytes_moved(request.name, self.clock.now())
 
     # ------------------------------------------------------------ running
 
@@ -561,6 +563,7 @@ async def run_syncer(
         await syncer.close()
         raise
     on_listening(port)
+    syncer.dispatch(m.Tick())  # a run restored while it closes may have nobody left to wait for
     pulse = asyncio.create_task(syncer.pulse())
     ended = asyncio.create_task(syncer.ended.wait())
     stopped = asyncio.create_task((stop or asyncio.Event()).wait())

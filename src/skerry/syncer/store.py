@@ -147,19 +147,22 @@ class RunStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.identity = read_identity(folder)
-        self._lock = _lock(folder)
+        self._lock: int | None = _lock(folder)
         try:
             self._database = _connect(folder)
             self._remove_leftovers()
         except BaseException as error:
             os.close(self._lock)
+            self._lock = None
             if isinstance(error, sqlite3.Error):
                 raise StoreError(f"{folder / 'tape.sqlite'} cannot be read: {error}") from error
             raise
 
     def close(self) -> None:
-        self._database.close()
-        os.close(self._lock)
+        if self._lock is not None:
+            self._database.close()
+            os.close(self._lock)
+            self._lock = None
 
     def load(self) -> tuple[list[FragmentState], list[FragmentProgress], Standing]:
         """The newest state of everything."""
@@ -193,7 +196,7 @@ class RunStore:
         try:
             with self._database:
                 for merge in merges:
-                    self._insert(merge, standing)
+                    self._insert(merge)
                 self._save_standing(standing)
                 _append(self._database, entries)
         except sqlite3.Error as error:
@@ -202,16 +205,14 @@ class RunStore:
             old = _file_name(merge.order.fragment, merge.order.version - KEPT_VERSIONS)
             (self.folder / "fragments" / old).unlink(missing_ok=True)
 
-    def _insert(self, merge: Written, standing: Standing) -> None:
+    def _insert(self, merge: Written) -> None:
         order = merge.order
         shares = json.dumps([asdict(share) for share in order.shares])
         row = (order.fragment, order.version, order.step, merge.file, merge.checksum, shares)
         self._database.execute("INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?)", row)
         for share in order.shares:
-            session = standing.sessions.get(share.name)
-            if session is not None:
-                counted = (order.fragment, share.name, session[0], order.version, share.upto)
-                self._database.execute("INSERT OR REPLACE INTO counted VALUES (?, ?, ?, ?, ?)", counted)
+            counted = (order.fragment, share.name, share.session, order.version, share.upto)
+            self._database.execute("INSERT OR REPLACE INTO counted VALUES (?, ?, ?, ?, ?)", counted)
 
     def tape(self) -> list[TapeEntry]:
         rows = self._database.execute("SELECT at, kind, data FROM tape ORDER BY seq")

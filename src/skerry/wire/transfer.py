@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -75,22 +76,28 @@ async def download(
 
 
 class ControlStream:
-    """A learner's control stream. What is sent waits in a queue, so sending never blocks the caller."""
+    """A learner's control stream. Sending never blocks; of reports that cannot be sent yet only the newest is kept."""
 
     def __init__(self, stub: SyncerStub) -> None:
         self._call: Any = stub.control()
-        self._outbox: asyncio.Queue[pb.ToSyncer] = asyncio.Queue()
+        self._outbox: deque[pb.ToSyncer] = deque()
+        self._filled = asyncio.Event()
         self._writer = asyncio.get_running_loop().create_task(self._write())
 
     def send(self, message: pb.ToSyncer) -> None:
-        self._outbox.put_nowait(message)
+        if self._outbox and message.HasField("report") and self._outbox[-1].HasField("report"):
+            self._outbox.pop()
+        self._outbox.append(message)
+        self._filled.set()
 
     async def _write(self) -> None:
         with contextlib.suppress(WireError, asyncio.InvalidStateError):  # the reading side finds out why
             while True:
-                message = await self._outbox.get()
-                with wire_errors():
-                    await self._call.write(message)
+                await self._filled.wait()
+                while self._outbox:
+                    with wire_errors():
+                        await self._call.write(self._outbox.popleft())
+                self._filled.clear()
 
     async def messages(self) -> AsyncIterator[pb.ToLearner]:
         while True:
