@@ -6,6 +6,9 @@ import asyncio
 import dataclasses
 import gc
 import logging
+import os
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -269,6 +272,51 @@ def test_a_step_that_raises_deadlocks_neither_later_steps_nor_leaving(folder: Pa
         optimizer.step(stumble)
     learner.leave(timeout_s=30)
     optimizer.step()
+
+
+DIES_IN_A_STEP = """
+import sys, torch, skerry
+from islands import batches, small_model, train
+
+model = small_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+learner = skerry.join(sys.argv[1], model, optimizer, name="dying", timeout_s=30)
+train(model, optimizer, batches(0, 3))
+
+def closure():
+    print("in the step", flush=True)
+    sys.stdin.readline()
+    raise ArithmeticError("out of memory, say")
+
+optimizer.step(closure)
+"""
+
+
+def test_a_script_that_dies_in_a_step_ends(folder: Path, start_syncer) -> None:
+    """Nothing of ours keeps the interpreter, not even an exchange that waits for the step to be over."""
+    skerry.create(folder, small_model(), DECOUPLED)
+    address = start_syncer(folder).address
+    process = subprocess.Popen(
+        [sys.executable, "-c", DIES_IN_A_STEP, address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])},
+    )
+    model = small_model()
+    optimizer = sgd(model)
+    learner = join(address, model, optimizer, "healthy")
+    try:
+        assert process.stdout.readline() == "in the step\n"
+        # The other one goes on, so the one in its step is asked for fragments.
+        train_until(lambda: min(versions(folder)) >= 3, model, optimizer)
+        _, errors = process.communicate("die\n", timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1 and errors.endswith("ArithmeticError: out of memory, say\n")
+    learner.leave(timeout_s=30)
 
 
 def test_several_optimizers_may_step_in_any_rhythm(folder: Path, start_syncer) -> None:
@@ -828,13 +876,14 @@ OVERLAPPING = dataclasses.replace(LOCK_STEP, fragments=1, overlap=2)
 @pytest.mark.parametrize(
     "number, sync, steps",
     [
+        (1, LOCK_STEP, 10),  # before anything but who takes part was written down
         (2, LOCK_STEP, 10),
         (5, LOCK_STEP, 10),
         (6, LOCK_STEP, 10),  # the last, of what is handed over when they leave
         (2, OVERLAPPING, 11),
         (3, OVERLAPPING, 11),
     ],
-    ids=["2 of 6", "5 of 6", "6 of 6", "2 of 3, overlapping", "3 of 3, overlapping"],
+    ids=["1 of 6", "2 of 6", "5 of 6", "6 of 6", "2 of 3, overlapping", "3 of 3, overlapping"],
 )
 def test_lock_step_with_a_syncer_that_dies_equals_an_uninterrupted_run_bit_for_bit(
     tmp_path: Path, folder: Path, start_syncer, monkeypatch, number: int, sync: SyncConfig, steps: int, when: str
@@ -920,12 +969,17 @@ def test_carry_loses_no_step_and_counts_none_twice(
         count_down(model, optimizer)
         steps += 1
 
-    for _ in range(2 if interrupted else 1):
+    def until_merged() -> None:
         at_least = min(versions(folder)) + 3
-        poll(lambda n=at_least: more() or min(versions(folder)) >= n, "merges")
-        if interrupted and syncer.ended is None:
-            together(syncer.stop, lambda: [more() for _ in range(2)], lambda: None) if not wait else syncer.stop()
-            start_syncer(folder, syncer.port)
+        poll(lambda: more() or min(versions(folder)) >= at_least, "merges")
+
+    until_merged()
+    if interrupted:
+        syncer.stop()
+        for _ in range(0 if wait else 5):
+            more()
+        start_syncer(folder, syncer.port)
+        until_merged()
     learner.leave(timeout_s=30)
     expected = {name: tensor - steps / 1024 for name, tensor in tensors_of(countdown()).items()}
     assert_same(read_model(folder), expected)

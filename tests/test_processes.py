@@ -133,7 +133,7 @@ def start_run(tmp_path: Path):
 
 
 def assert_learned(result: dict, tokens: int) -> None:
-    assert tokens <= result["tokens"] < 1.2 * tokens
+    assert tokens <= result["tokens"] < 1.5 * tokens, "the budget is kept, but for what islands do until they hear of it"
     assert 1.0 < result["validation_loss"] < 3.6, "an untrained byte model has a loss of 5.5"
 
 

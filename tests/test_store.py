@@ -190,6 +190,14 @@ def test_two_syncers_cannot_have_one_folder(folder: Path) -> None:
     assert versions(folder) == [2, 0, 0]
 
 
+def test_a_store_may_be_closed_twice(folder: Path) -> None:
+    store = RunStore(folder)
+    store.close()
+    descriptor = os.open(folder / "run.json", os.O_RDONLY)  # takes the number that the lock had
+    store.close()
+    os.close(descriptor)
+
+
 def test_a_model_can_be_read_beside_a_running_syncer(folder: Path) -> None:
     store = RunStore(folder)
     before = read_model(folder)

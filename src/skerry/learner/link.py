@@ -110,7 +110,7 @@ class Link:
 
         self._call(cancel)
         self._thread.join(timeout=10.0)
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown()
 
     def _call(self, act: Callable[[], None]) -> None:
         try:

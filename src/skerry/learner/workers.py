@@ -35,7 +35,7 @@ class DaemonWorkers(Executor):
             self._jobs.put(None)
         if wait:
             for thread in self._threads:
-                thread.join()
+                thread.join(timeout=2.0)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
