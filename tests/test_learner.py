@@ -1003,4 +1003,7 @@ def test_leaving_ends_every_thread_and_task(folder: Path, start_syncer, recwarn,
     del learner
     gc.collect()
     assert not [str(w.message) for w in recwarn if issubclass(w.category, (ResourceWarning, RuntimeWarning))]
-    assert not [r.getMessage() for r in caplog.records if r.name == "asyncio" and r.levelno >= logging.ERROR]
+    # gRPC's queue is one for all event loops of a process, and reports events of loops that have ended to those that have
+    # not. Only a test has more than one loop.
+    complaints = [r.getMessage() for r in caplog.records if r.name == "asyncio" and r.levelno >= logging.ERROR]
+    assert not [text for text in complaints if "PollerCompletionQueue" not in text]

@@ -640,6 +640,7 @@ def test_the_run_describes_itself(run_folder: Path, start_syncer) -> None:
 # ---------------------------------------------------------------- chunks
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=3000), edges=st.lists(st.integers(0, 3000), max_size=20))
 def test_any_cutting_of_the_bytes_reassembles(data: bytes, edges: list[int]) -> None:
     assembly = Assembly(len(data), codecs.checksum(data))
@@ -649,6 +650,7 @@ def test_any_cutting_of_the_bytes_reassembles(data: bytes, edges: list[int]) -> 
     assert bytes(assembly.finish()) == data
 
 
+@settings(deadline=None)
 @given(data=st.binary(min_size=1, max_size=2000), where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
 def test_any_changed_byte_is_found(data: bytes, where: float, flip: int) -> None:
     assembly = Assembly(len(data), codecs.checksum(data))
@@ -658,6 +660,7 @@ def test_any_changed_byte_is_found(data: bytes, where: float, flip: int) -> None
         assembly.finish()
 
 
+@settings(deadline=None)
 @given(data=st.binary(min_size=1, max_size=500), missing=st.integers(1, 500), extra=st.binary(min_size=1, max_size=50))
 def test_any_other_length_is_found(data: bytes, missing: int, extra: bytes) -> None:
     short = Assembly(len(data), codecs.checksum(data))
@@ -670,7 +673,7 @@ def test_any_other_length_is_found(data: bytes, missing: int, extra: bytes) -> N
         long.add(extra)
 
 
-@settings(max_examples=10)
+@settings(max_examples=10, deadline=None)
 @given(size=st.sampled_from([0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 17]))
 def test_cut_gives_bounded_chunks_in_order(size: int) -> None:
     data = random.Random(size).randbytes(size)
