@@ -243,11 +243,10 @@ class RawLearner:
         request = {"name": self.name, "session": self.session, "fragment": fragment, "version": version, **changes}
         header, data = None, b""
         async for part in self.bulk.download(pb.DownloadRequest(**request), timeout=DEADLINE_S):
-            if part.WhichOneof("part") == "header":
+            if part.HasField("header"):
                 header = part.header
-            else:
-                assert len(part.chunk) <= CHUNK_BYTES
-                data += part.chunk
+            assert len(part.chunk) <= CHUNK_BYTES
+            data += part.chunk
         assert header is not None
         return header, data
 

@@ -679,7 +679,7 @@ def test_cut_gives_bounded_chunks_in_order(size: int) -> None:
     data = random.Random(size).randbytes(size)
     chunks = list(cut(memoryview(data)))
     assert b"".join(chunks) == data
-    assert all(0 < len(chunk) <= CHUNK_BYTES for chunk in chunks)
+    assert chunks and all(len(chunk) <= CHUNK_BYTES for chunk in chunks)
 
 
 # ---------------------------------------------------------------- addresses

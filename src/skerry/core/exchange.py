@@ -182,6 +182,9 @@ class Exchange:
         for fragment in range(len(self.held)):
             self.held[fragment] = Held(since=self.totals)
 
+    def has_questions(self) -> bool:
+        return any(held.question is not None for held in self.held)
+
     def can_answer(self) -> bool:
         return any(self._answer(held) is not None for held in self.held)
 

@@ -19,8 +19,7 @@ def plain_name(name: str) -> str:
 
 def model_tensors(model: nn.Module) -> list[tuple[TensorSpec, Tensor]]:
     """Every parameter once (tied ones under their first name), then every buffer that belongs to the model's state."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    model = _unwrapped(model)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     found: list[tuple[TensorSpec, Tensor]] = []
     for name, parameter in model.named_parameters():
@@ -41,3 +40,15 @@ def model_tensors(model: nn.Module) -> list[tuple[TensorSpec, Tensor]]:
 
 def _spec(name: str, tensor: Tensor, rule: Rule) -> TensorSpec:
     return TensorSpec(plain_name(name), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), rule)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile, in whatever order they were put around it."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner, nn.Module):
+            model = inner
+        else:
+            return model

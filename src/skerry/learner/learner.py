@@ -7,6 +7,7 @@ fetched fragments are adopted, and the gate opens. Outside lock-step nothing her
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import socket
 import sys
@@ -72,7 +73,7 @@ class Learner:
 
     @property
     def connected(self) -> bool:
-        return self._link.connected
+        return self._link.connected and not self._left
 
     @property
     def failure(self) -> Exception | None:
@@ -94,9 +95,13 @@ class Learner:
 
     def count(self, tokens: int) -> None:
         """Tokens (or samples) that go into the current inner step. Without this every step counts `tokens_per_step`."""
-        if not isinstance(tokens, int) or tokens < 0:
+        try:
+            number = operator.index(tokens)
+        except TypeError:
+            number = -1
+        if number < 0 or isinstance(tokens, bool):
             raise ValueError(f"tokens must be a whole number >= 0, got {tokens!r}")
-        self._counted = (self._counted or 0) + tokens
+        self._counted = (self._counted or 0) + number
 
     def report(self, loss: float) -> None:
         """The latest training loss, for display only."""
@@ -172,7 +177,6 @@ class Learner:
         if place == len(self._places) - 1:
             self._step_done()
         else:
-            self._link.mid_step = True
             self._replica.after_write()
             self._open_gate()
 
@@ -191,12 +195,11 @@ class Learner:
             self._in_step = True
         self._replica.after_write()
         with link.changed:
-            link.mid_step = False
             for fragment in self._exchange.stepped(tokens):
                 link.staged[fragment] = self._replica.snapshot(fragment, self._exchange.totals.steps)
             adopt_ready(link)
         self._open_gate()
-        link.wake()
+        link.step_done()
         self._wait_in_lock_step()
 
     def _open_gate(self) -> None:
@@ -267,7 +270,8 @@ def join(
     """Attach this process to the run that the syncer at `address` serves.
 
     Returns once the model holds the run's current weights and the syncer has given the start. From then on
-    `optimizer.step()` counts, sends and adopts. With several optimizers an inner step is done when each has stepped.
+    `optimizer.step()` counts, sends and adopts. With several optimizers an inner step is done when the last of the list
+    has stepped.
 
     Args:
         name: stays the same when the island is restarted, so that it takes its old place; by default host and process.

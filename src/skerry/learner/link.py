@@ -34,7 +34,8 @@ from skerry.wire.service import SyncerStub
 log = logging.getLogger("skerry.learner")
 
 HEARTBEAT_S = 1.0
-REPORT_EVERY_S = 0.01
+REPORT_EVERY_S = 0.2
+REPORT_PAUSE_S = 0.01
 RETRY_TRANSFER_S = 0.5
 BACK_OFF_S = (0.2, 5.0)
 GATE_S = 0.2
@@ -64,8 +65,6 @@ class Link:
         self.failure: SkerryError | None = None
         self.last_error = "no attempt yet"
         self.leaving = False
-        self.mid_step = False
-        """Some but not all optimizers have stepped: no moment for a snapshot."""
         self.fixed_loaded = False
         self._model = model
         self._tls = tls
@@ -96,6 +95,14 @@ class Link:
         if not self._pump_pending:
             self._pump_pending = True
             self._call(self._pump)
+
+    def step_done(self) -> None:
+        """After each step. Waking the other thread takes the interpreter from this one, so only when there is a reason."""
+        exchange = self.exchange
+        assert exchange is not None
+        late = self._clock.now() - self._reported_at >= REPORT_EVERY_S
+        if late or exchange.has_questions() or exchange.schedule.due(exchange.step):
+            self.wake()
 
     def leave(self) -> None:
         with self.changed:
@@ -297,7 +304,7 @@ class Link:
         if answerable and not self._answering:
             self._answering = True
             self._spawn(self._answer())
-        wait = self._reported_at + REPORT_EVERY_S - self._clock.now()
+        wait = self._reported_at + REPORT_PAUSE_S - self._clock.now()
         if wait <= 0:
             if self._reported != (exchange.step, exchange.totals.tokens):
                 self._report()
@@ -363,8 +370,6 @@ class Link:
                 return []
         try:
             with self.changed:
-                if self.mid_step:
-                    return []  # asked again when the step is done
                 for answer in self.exchange.answers():
                     if isinstance(answer, GiveNothing):
                         taken.append((answer, None))
@@ -441,7 +446,7 @@ class Link:
         assert self.replica is not None
         layout = self.replica.layout
         if part == len(layout.fragments):
-            limit = 1 << 20 | 9 * sum(spec.numel for spec in layout.tensors) + 1024 * len(layout.tensors)
+            limit = (1 << 20) + 9 * sum(spec.numel for spec in layout.tensors) + 1024 * len(layout.tensors)
             if header.codec != "safetensors" or header.size_bytes > limit:
                 raise WireError(f"the fixed part is declared as {header.size_bytes} bytes of {header.codec!r}")
             return

@@ -18,6 +18,7 @@ from skerry.config import SyncConfig
 from skerry.core.exchange import KEPT_GIVES
 from skerry.core.fragment import Fragment, Layout
 from skerry.core.tensors import model_tensors
+from skerry.errors import ConfigError
 
 Arrival = Callable[[], tuple[Tensor, Tensor]]
 """Waits for a snapshot's copy to arrive on the host, then gives (base, values)."""
@@ -48,7 +49,10 @@ class Replica:
         self._given: list[dict[int, Tensor]] = [{} for _ in layout.fragments]
         self.gate = threading.Lock()
         devices = {self._tensors[p.tensor].device for f in layout.fragments for p in f.pieces}
-        self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
+        if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+            names = ", ".join(sorted(map(str, devices)))
+            raise ConfigError(f"all trained tensors of an island must be on one CPU or CUDA device, got {names}")
+        self.device = next(iter(devices))
         self._cuda = self.device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._written: Any = None
@@ -85,8 +89,11 @@ class Replica:
             self._write(self.layout.fragments[index], change)
         if self._sync.adopt == "carry":
             # What was given but is not part of this version moves along with the parameters.
-            moved = change.cpu()
-            self._given[index] = {at: given + moved for at, given in self._given[index].items() if at > since_step}
+            left = {at: given for at, given in self._given[index].items() if at > since_step}
+            moved = change.cpu() if left else change
+            if left and self._cuda:
+                self._stream.synchronize()  # snapshots may still be on their way to the host
+            self._given[index] = {at: given + moved for at, given in left.items()}
         self._base[index] = prepared.base
 
     def _since(self, index: int, step: int) -> Tensor | None:

@@ -37,7 +37,9 @@ from skerry.wire.service import add_to_server
 CONTROL_QUEUE = 4096
 PROGRESS_EVERY_S = 0.25
 METRICS_EVERY_S = 1.0
-LINGER_S = 0.5
+LINGER_S = (0.5, 10.0)
+"""How long an ended run is still served: if everyone has heard of the end, and if somebody may come back."""
+HELLO_S = 30.0
 MAX_NAME = 200
 MERGERS = 4
 """Merges computed and written at a time: writing waits for the disk more than it computes."""
@@ -99,6 +101,8 @@ class SyncerServer:
         fixed = memoryview(store.fixed_bytes())
         self._published.append(Published(0, "safetensors", fixed, codecs.checksum(fixed)))
         self._connections: dict[str, Connection] = {}
+        self._dismissed: set[str] = set()
+        self._uploading: set[tuple[str, int]] = set()
         self._handlers: set[asyncio.Future[None]] = set()
         self._deltas: dict[tuple[int, str], Tensor] = {}
         self._entries: list[TapeEntry] = []
@@ -163,6 +167,8 @@ class SyncerServer:
             self._send(action.name, pb.ToLearner(stop=pb.Stop()))
         elif isinstance(action, m.Goodbye):
             self._send(action.name, pb.ToLearner(goodbye=pb.Goodbye(reason=action.reason, final=action.final)))
+            if action.final:
+                self._dismissed.add(action.name)
             connection = self._connections.pop(action.name, None)
             if connection is not None:
                 connection.end()
@@ -171,6 +177,11 @@ class SyncerServer:
         else:
             assert isinstance(action, m.Ended)
             self.ended.set()
+
+    @property
+    def missed_the_end(self) -> bool:
+        """Is there a learner that was given up and has not been told that it need not come back?"""
+        return any(learner.began and name not in self._dismissed for name, learner in self.core.learners.items())
 
     def _send(self, name: str, message: pb.ToLearner) -> None:
         connection = self._connections.get(name)
@@ -367,20 +378,25 @@ class SyncerServer:
     async def upload(self, parts: AsyncIterator[pb.UploadPart], context: Any) -> pb.UploadReply:
         header: pb.UploadHeader | None = None
         damaged = False
+        underway: tuple[str, int] | None = None
         try:
             assembly: Assembly | None = None
             async for part in parts:
-                if part.WhichOneof("part") == "header":
+                if part.HasField("header"):
                     if header is not None:
                         raise WireError("a second header in one upload")
                     header = part.header
                     self._check_upload(header)
+                    if (header.name, header.fragment) in self._uploading:
+                        damaged = True
+                        raise WireError(f"another upload of fragment {header.fragment} is under way; try again later")
+                    underway = (header.name, header.fragment)
+                    self._uploading.add(underway)
                     assembly = Assembly(header.size_bytes, header.checksum)
-                elif assembly is None:
+                if header is None or assembly is None:
                     raise WireError("an upload must start with its header")
-                else:
-                    assembly.add(part.chunk)
-                    self.core.bytes_moved(header.name, self.clock.now())  # type: ignore[union-attr]
+                assembly.add(part.chunk)
+                self.core.bytes_moved(header.name, self.clock.now())
             if header is None or assembly is None:
                 raise WireError("an empty upload")
             damaged = True
@@ -398,6 +414,9 @@ class SyncerServer:
             who = {"learner": header.name[:MAX_NAME], "fragment": header.fragment, "step": header.step} if header else {}
             self._record("refused", {**who, "reason": str(error)})
             return pb.UploadReply(accepted=False, reason=str(error), damaged=damaged)
+        finally:
+            if underway is not None:
+                self._uploading.discard(underway)
         self._deltas[offer.fragment, offer.name] = delta
         self.dispatch(offer)
         return pb.UploadReply(accepted=True)
@@ -438,9 +457,8 @@ class SyncerServer:
                 f"fragment {request.fragment} is at version {published.version}, not {request.version}",
             )
         header = pb.DownloadHeader(codec=published.codec, size_bytes=len(published.data), checksum=published.checksum)
-        yield pb.DownloadPart(header=header)
-        for chunk in cut(published.data):
-            yield pb.DownloadPart(chunk=chunk)
+        for number, chunk in enumerate(cut(published.data)):
+            yield pb.DownloadPart(header=header if number == 0 else None, chunk=chunk)
             self.core.bytes_moved(request.name, self.clock.now())
 
     # ------------------------------------------------------------ running
@@ -533,9 +551,15 @@ class SyncerServer:
 
 
 async def _first(messages: AsyncIterator[pb.ToSyncer]) -> pb.ToSyncer | None:
-    async for message in messages:
-        return message
-    return None
+    async def wait() -> pb.ToSyncer | None:
+        async for message in messages:
+            return message
+        return None
+
+    try:
+        return await asyncio.wait_for(wait(), HELLO_S)
+    except asyncio.TimeoutError:
+        return None
 
 
 def _plausible(report: pb.Report, step_before: int) -> bool:
@@ -573,8 +597,7 @@ async def run_syncer(
         for broken in done & {pulse, syncer.failed}:
             broken.result()
         if syncer.ended.is_set():
-            # Learners that were away when the run ended get a moment to find out.
-            await asyncio.sleep(LINGER_S)
+            await asyncio.sleep(LINGER_S[syncer.missed_the_end])
     finally:
         for task in (pulse, ended, stopped):
             task.cancel()

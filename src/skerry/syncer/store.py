@@ -152,6 +152,8 @@ class RunStore:
             self._database = _connect(folder)
             self._remove_leftovers()
         except BaseException as error:
+            if hasattr(self, "_database"):
+                self._database.close()
             os.close(self._lock)
             self._lock = None
             if isinstance(error, sqlite3.Error):

@@ -11,7 +11,8 @@ CHUNK_BYTES = 1 << 20
 
 
 def cut(data: memoryview) -> Iterator[bytes]:
-    for start in range(0, len(data), CHUNK_BYTES):
+    """At least one chunk, even of nothing: the header travels with the first."""
+    for start in range(0, max(len(data), 1), CHUNK_BYTES):
         yield bytes(data[start : start + CHUNK_BYTES])
 
 

@@ -39,9 +39,8 @@ async def upload(stub: SyncerStub, header: pb.UploadHeader, data: memoryview, se
     with wire_errors():
         call = stub.upload()
         with contextlib.suppress(asyncio.InvalidStateError):  # it has answered already
-            await call.write(pb.UploadPart(header=header))
-            for chunk in cut(data):
-                await call.write(pb.UploadPart(chunk=chunk))
+            for number, chunk in enumerate(cut(data)):
+                await call.write(pb.UploadPart(header=header if number == 0 else None, chunk=chunk))
                 sent(len(chunk))
             await call.done_writing()
         reply: pb.UploadReply = await call
@@ -59,17 +58,16 @@ async def download(
     assembly: Assembly | None = None
     with wire_errors():
         async for message in stub.download(request):
-            if message.WhichOneof("part") == "header":
+            if message.HasField("header"):
                 if header is not None:
                     raise WireError("a second header in one download")
                 header = message.header
                 check(header)
                 assembly = Assembly(header.size_bytes, header.checksum)
-            elif assembly is None:
+            if assembly is None:
                 raise WireError("a download must start with its header")
-            else:
-                received(len(message.chunk))
-                assembly.add(message.chunk)
+            received(len(message.chunk))
+            assembly.add(message.chunk)
     if assembly is None or header is None:
         raise WireError("an empty download")
     return header.codec, assembly.finish()
