@@ -349,30 +349,31 @@ class Link:
 
     async def _answer(self) -> None:
         try:
-            taken = await self._off_loop(self._take_snapshots)
+            gives, nothings = await self._off_loop(self._take_snapshots)
         finally:
             self._answering = False
-        for give, arrived in taken:
-            if isinstance(give, GiveNothing):
-                question = give.question
-                nothing = pb.NothingToGive(fragment=question.fragment, step=question.step)
-                self._send(pb.ToSyncer(nothing=nothing))
-            else:
-                self._spawn(self._upload(give, arrived))
+        for question in nothings:
+            nothing = pb.NothingToGive(fragment=question.fragment, step=question.step)
+            self._send(pb.ToSyncer(nothing=nothing))
+        for give, data, crc in gives[1:]:
+            self._spawn(self._upload(give, data, crc))
+        if gives:
+            await self._upload(*gives[0])
 
-    def _take_snapshots(self) -> list[tuple[Give | GiveNothing, Any]]:
-        """One moment between two optimizer steps, for every question that can be answered."""
+    def _take_snapshots(self) -> tuple[list[tuple[Give, memoryview, int]], list[Question]]:
+        """Copies of one moment between two optimizer steps, for every question that can be answered; then encoded."""
         assert self.exchange is not None and self.replica is not None
-        taken: list[tuple[Give | GiveNothing, Any]] = []
+        taken: list[tuple[Give, Arrival]] = []
+        nothings: list[Question] = []
         while not self.replica.gate.acquire(timeout=GATE_S):
             # After an exception inside optimizer.step() the gate stays closed until the next step, if there is one.
             if self._closing:
-                return []
+                return [], []
         try:
             with self.changed:
                 for answer in self.exchange.answers():
                     if isinstance(answer, GiveNothing):
-                        taken.append((answer, None))
+                        nothings.append(answer.question)
                         continue
                     fragment = answer.question.fragment
                     arrived = self.staged.get(fragment) if answer.staged else None
@@ -380,19 +381,17 @@ class Link:
                     self.exchange.given(answer)
         finally:
             self.replica.gate.release()
-        return taken
-
-    async def _upload(self, give: Give, arrived: Arrival) -> None:
-        exchange, bulk = self.exchange, self._bulk
-        assert exchange is not None and bulk is not None
-        codec = codecs.codec(exchange.sync.send)
-
-        def encode() -> tuple[memoryview, int]:
+        codec = codecs.codec(self.exchange.sync.send)
+        gives = []
+        for give, arrived in taken:
             base, values = arrived()
             data = codec.encode(base - values)
-            return data, codecs.checksum(data)
+            gives.append((give, data, codecs.checksum(data)))
+        return gives, nothings
 
-        data, crc = await self._off_loop(encode)
+    async def _upload(self, give: Give, data: memoryview, crc: int) -> None:
+        exchange, bulk = self.exchange, self._bulk
+        assert exchange is not None and bulk is not None
         question = give.question
         header = pb.UploadHeader(
             name=self.name,
@@ -402,12 +401,11 @@ class Link:
             base=give.base,
             steps=give.steps,
             tokens=give.tokens,
-            codec=codec.name,
+            codec=exchange.sync.send,
             size_bytes=len(data),
             checksum=crc,
             upto=give.at.steps,
         )
-
         try:
             reply = await transfer.upload(bulk, header, data, self._sent)
         except WireError as error:
