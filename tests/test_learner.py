@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from islands import (
@@ -1007,3 +1008,53 @@ def test_leaving_ends_every_thread_and_task(folder: Path, start_syncer, recwarn,
     # not. Only a test has more than one loop.
     complaints = [r.getMessage() for r in caplog.records if r.name == "asyncio" and r.levelno >= logging.ERROR]
     assert not [text for text in complaints if "PollerCompletionQueue" not in text]
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    first = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    second = torch.optim.SGD([*model[2].parameters(), *model[4].parameters()], lr=0.01)
+    return [first, second]
+
+
+def test_leaving_after_a_step_of_some_optimizers_hands_over_what_there_is(folder: Path, start_syncer) -> None:
+    skerry.create(
+        folder, small_model(), SyncConfig(fragments=2, every=1000, overlap=1, quorum=1, outer_lr=1.0, outer_momentum=0.0)
+    )
+    model = small_model()
+    first, second = two_optimizers(model)
+    learner = join(start_syncer(folder).address, model, [first, second])
+    train(model, [first, second], batches(0, 3))
+    first.step()
+    learner.leave(timeout_s=8)
+    assert versions(folder) == [1, 1]
+
+
+def test_optimizers_may_step_in_another_order_than_they_were_given(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    first, second = two_optimizers(model)
+    learner = join(start_syncer(folder).address, model, [first, second])
+    try:
+        train(model, [second, first], batches(0, 4))
+        # A long forward pass: four steps are done, both fragments are due and asked for.
+        poll(lambda: min(versions(folder)) >= 1, "the merges of steps 2 and 4", 5)
+    finally:
+        learner.leave(timeout_s=1)
+
+
+def test_a_count_may_be_any_integer(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    with join(start_syncer(folder).address, model, sgd(model)) as learner:
+        learner.count(np.int64(5))
+
+
+def test_a_compiled_data_parallel_model_has_plain_names(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(small_model())
+        plain = [spec.name for spec, _ in model_tensors(small_model())]
+        assert [spec.name for spec, _ in model_tensors(wrapped)] == plain
+        assert [spec.name for spec, _ in model_tensors(torch.compile(wrapped, backend="eager"))] == plain
+    finally:
+        torch.distributed.destroy_process_group()
