@@ -325,13 +325,6 @@ def test_the_digest_tells_models_and_splits_apart() -> None:
     assert split(half, 8).digest() == digest, "the storage type changes no byte on the wire"
 
 
-def test_parts_are_the_fragments_and_then_the_fixed_part() -> None:
-    layout = layouts_of("resnet-50")[3]
-    assert [layout.part(index) for index in layout.parts] == [*layout.fragments, layout.fixed]
-    assert layout.fixed.index == 4
-    assert layout.numel == sum(spec.numel for spec in specs_of("resnet-50") if spec.rule != "fixed")
-
-
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 rules: st.SearchStrategy[Rule] = st.sampled_from(["radial", "mean", "average", "fixed"])
 random_specs = st.lists(st.tuples(shapes, rules), min_size=1, max_size=10).map(

@@ -694,7 +694,9 @@ def test_a_second_process_of_the_same_name_ends_the_first(folder: Path, start_sy
     poll(lambda: first.finished, "the first to be told")
     assert first.slot == second.slot and not second.finished
     train(models[0], optimizers[0], batches(0, 3))  # its loop may go on, but nothing of it counts
-    first.leave(timeout_s=30)
+    with pytest.raises(JoinRefused, match="another process joined as island-0"):
+        first.leave(timeout_s=30)
+    assert isinstance(first.failure, JoinRefused)
     train_until(lambda: min(versions(folder)) >= 1, models[1], optimizers[1])
     second.leave(timeout_s=30)
 

@@ -71,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     _tls_options(learner)
     learner.set_defaults(act=_learner)
 
+    close = commands.add_parser("close", help="end a run: one last merge of what every island has")
+    close.add_argument("address", help="host:port of the syncer")
+    _tls_options(close)
+    close.set_defaults(act=_close)
+
     export = commands.add_parser("export", help="write a run's global model as one safetensors file")
     export.add_argument("run", type=Path, help="the run folder")
     export.add_argument("file", type=Path, help="the file to write")
@@ -84,7 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     # Parts that `train` starts.
     validator = commands.add_parser("validator")
     validator.add_argument("run", type=Path)
-    validator.add_argument("--started", type=float, required=True)
     validator.set_defaults(act=_validator)
     worker = commands.add_parser("worker")
     worker.add_argument("run", type=Path)
@@ -194,6 +198,13 @@ def _learner(options: argparse.Namespace) -> None:
     run_island(options.address, options.name or f"{socket.gethostname()}-{os.getpid()}", config, tls)
 
 
+def _close(options: argparse.Namespace) -> None:
+    from skerry.wire.client import close_run
+
+    close_run(options.address, _tls(options))
+    print("the run is closing")
+
+
 def _export(options: argparse.Namespace) -> None:
     from skerry.syncer.store import read_model
     from skerry.train.validate import save_model
@@ -215,7 +226,7 @@ def _validator(options: argparse.Namespace) -> None:
     _part("validator")
     from skerry.train.validate import watch_run
 
-    watch_run(options.run, options.started)
+    watch_run(options.run)
 
 
 def _worker(options: argparse.Namespace) -> None:

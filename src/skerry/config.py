@@ -35,7 +35,7 @@ class BeginConfig:
     """How a run begins. Most of the gap to data-parallel training is made in the first tenth, where merging often pays."""
 
     steps: int = 0
-    """Over how many outer steps the beginning lasts; 0 means the run starts with its final settings."""
+    """Over how many steps of the run the beginning lasts; 0 means the run starts with its final settings."""
     every: int = 4
     """H at the very start; it doubles in equal stretches until it reaches sync.every. Much shorter than the time an
     exchange takes is of no use: what an island does meanwhile is overwritten."""

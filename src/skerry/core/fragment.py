@@ -76,14 +76,6 @@ class Layout:
     fragments: tuple[Fragment, ...]
     fixed: Fragment
 
-    def part(self, index: int) -> Fragment:
-        """A fragment by number; the number after the last stands for the fixed part."""
-        return self.fixed if index == len(self.fragments) else self.fragments[index]
-
-    @property
-    def parts(self) -> range:
-        return range(len(self.fragments) + 1)
-
     @property
     def numel(self) -> int:
         return sum(fragment.numel for fragment in self.fragments)

@@ -42,6 +42,8 @@ def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return result
 
 
+NOTHING = 1e-30
+"""Progress shorter than this has no direction that fp32 could express."""
 CANCELLED = 1e-4
 """Directions whose mean is shorter than this cancel out. What is left is rounding, and has no direction to keep."""
 
@@ -57,7 +59,7 @@ def radial_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     norms = [_norm(delta) for delta in deltas]
     direction = torch.zeros_like(deltas[0])
     for delta, share, norm in zip(deltas, weights, norms, strict=True):
-        if norm > 0:
+        if norm > NOTHING:
             direction.add_(delta, alpha=share / total / norm)
     length = _norm(direction)
     if length < CANCELLED:

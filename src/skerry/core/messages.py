@@ -174,6 +174,7 @@ class Merge:
     outer_lr: float
     outer_momentum: float
     presence: float
+    asked: int = 0
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,10 @@ class StopTraining:
     """Tell a learner that the run is closing: stop, and give what it has."""
 
     name: str
+
+
+LEFT = "left"
+OVER = "the run is over"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""When each fragment is due, and with which outer settings, as a function of the outer step alone."""
+"""When each fragment is due, and with which outer settings, as a function of the run's step alone."""
 
 from __future__ import annotations
 

@@ -96,6 +96,8 @@ class Standing:
     """name → (session, slot, step, tokens)."""
     gone: tuple[str, ...] = ()
     """Those of them that were given up or have left."""
+    retired: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Sessions of earlier processes of these names."""
 
     @property
     def tokens(self) -> int:
@@ -108,6 +110,7 @@ class Standing:
             "phase": self.phase,
             "sessions": {name: list(value) for name, value in self.sessions.items()},
             "gone": list(self.gone),
+            "retired": {name: list(sessions) for name, sessions in self.retired.items()},
         }
 
     @staticmethod
@@ -115,4 +118,5 @@ class Standing:
         sessions = {
             name: (str(s), int(slot), int(step), int(tokens)) for name, (s, slot, step, tokens) in data["sessions"].items()
         }
-        return Standing(int(data["step"]), int(data["banked_tokens"]), data["phase"], sessions, tuple(data["gone"]))
+        retired = {name: tuple(map(str, old)) for name, old in data["retired"].items()}
+        return Standing(int(data["step"]), int(data["banked_tokens"]), data["phase"], sessions, tuple(data["gone"]), retired)

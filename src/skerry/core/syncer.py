@@ -24,6 +24,8 @@ from collections import deque
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
 from skerry.core.messages import (
+    LEFT,
+    OVER,
     Action,
     Announce,
     Ask,
@@ -85,6 +87,8 @@ class SyncerCore:
         }
         for name in standing.gone:
             self.learners[name].phase = "gone"
+        for name, sessions in standing.retired.items():
+            self.learners[name].retired.extend(sessions)
         self._last_rounds_due = set(range(fragments))
 
     # ------------------------------------------------------------ what others may ask
@@ -101,7 +105,8 @@ class SyncerCore:
             if learner.began
         }
         gone = tuple(name for name in sessions if self.learners[name].phase == "gone")
-        return Standing(self.step, self.banked_tokens, self.phase, sessions, gone)
+        retired = {name: tuple(self.learners[name].retired) for name in sessions if self.learners[name].retired}
+        return Standing(self.step, self.banked_tokens, self.phase, sessions, gone, retired)
 
     def bytes_moved(self, name: str, now: float) -> None:
         """A sign of life that is too frequent to be an event: part of a fragment went to or came from this learner."""
@@ -203,7 +208,7 @@ class SyncerCore:
         actions.append(Record("joined", {"learner": event.name, "session": event.session, "slot": learner.slot,
                                          "resumed": resumed, "step": self.step}))  # fmt: skip
         if self.phase == "ended" or (self.phase == "closing" and learner.phase == "waiting"):
-            actions.append(Goodbye(event.name, "the run is over"))
+            actions.append(Goodbye(event.name, OVER))
             learner.phase = "gone"
         elif learner.phase in ("training", "leaving"):
             if self.phase == "gathering":
@@ -287,7 +292,7 @@ class SyncerCore:
         if learner is None or self.phase == "ended" or learner.phase in ("waiting", "away", "gone"):
             if learner is not None and learner.phase == "waiting":
                 learner.phase = "gone"
-            actions.append(Goodbye(event.name, "left"))
+            actions.append(Goodbye(event.name, LEFT))
         elif learner.phase == "training" and self.phase != "closing":
             learner.phase = "leaving"
             learner.owes = set(range(len(self.fragments)))
@@ -348,7 +353,7 @@ class SyncerCore:
             if learner.phase in ("training", "leaving"):
                 actions.append(StopTraining(learner.name))
             elif learner.phase == "waiting":
-                actions.append(Goodbye(learner.name, "the run is over"))
+                actions.append(Goodbye(learner.name, OVER))
                 learner.phase = "gone"
 
     # ------------------------------------------------------------ what follows from the state
@@ -515,7 +520,7 @@ class SyncerCore:
         presence = len(shares) / expected if self.sync.damp_absent else 1.0
         stage = self.schedule.stage(gathering.step)
         version = fragment.version + 1
-        actions.append(Merge(index, version, gathering.step, shares, stage.outer_lr, stage.outer_momentum, presence))
+        actions.append(Merge(index, version, gathering.step, shares, stage.outer_lr, stage.outer_momentum, presence, expected))
 
     def _say_goodbyes(self, actions: list[Action]) -> None:
         if self.phase == "closing":
@@ -524,7 +529,7 @@ class SyncerCore:
                 actions.append(Record("ended", {"step": self.step, "tokens": self.tokens, "merges": self.merges}))
                 for learner in self.learners.values():
                     if learner.phase in ("training", "leaving"):
-                        actions.append(Goodbye(learner.name, "the run is over"))
+                        actions.append(Goodbye(learner.name, OVER))
                         learner.phase = "gone"
                 actions.append(Ended())
             return
@@ -533,7 +538,7 @@ class SyncerCore:
             if learner.phase == "leaving" and not learner.owes and not in_a_round:
                 learner.phase = "gone"
                 actions.append(Record("left", {"learner": learner.name}))
-                actions.append(Goodbye(learner.name, "left"))
+                actions.append(Goodbye(learner.name, LEFT))
 
     def _drop_unanswered(self, name: str) -> None:
         """Nobody waits for this learner any more; what it has already given still counts."""

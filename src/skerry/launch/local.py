@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from skerry.config import Config, from_json, to_json
 from skerry.errors import ConfigError, RunFailed
-from skerry.launch.processes import Child, free_port, skerry_command
+from skerry.launch.processes import STOP_S, Child, free_port, skerry_command
 from skerry.metrics import MetricsTail, MetricsWriter
 from skerry.observe import RunStatus, open_view, plot_run, summary
 
@@ -58,7 +58,7 @@ def _parts(config: Config, folder: Path) -> list[Worker]:
     return [
         part("syncer", one_thread, "syncer", str(folder), "--address", address),
         *(part(name, _threads_for_island(config), "learner", address, "--name", name) for name in names),
-        part("validator", one_thread, "validator", str(folder), "--started", str(time.time())),
+        part("validator", one_thread, "validator", str(folder)),
     ]
 
 
@@ -100,8 +100,10 @@ def create_job(config: Config, folder: Path) -> None:
     from skerry.syncer.store import create_run
 
     _, model = check_job(config)
-    create_run(folder, model_tensors(model), config.sync, to_json(config))
+    folder.mkdir(parents=True, exist_ok=True)
+    # First: a folder with settings but no run is one whose making was cut short, and is made anew.
     (folder / "config.json").write_text(to_json(config) + "\n")
+    create_run(folder, model_tensors(model), config.sync, to_json(config))
 
 
 def _folder_for(config: Config) -> tuple[Path, bool]:
@@ -253,9 +255,11 @@ class Supervisor:
         worker.start_again_at = now + RESTART_PAUSE_S
 
     def _stop_all(self) -> None:
-        for worker in self.workers:
-            worker.child.signal(signal.SIGTERM)
-        # Islands leave first, while there is still a syncer to take leave of.
-        for worker in sorted(self.workers, key=lambda w: w.child.name == "syncer"):
-            worker.child.stop()
-        assert all(worker.child.poll() is not None or worker.start_again_at or not worker.started_at for worker in self.workers)
+        """Islands leave first, while there is still a syncer to take leave of."""
+        for last in (False, True):
+            group = [worker for worker in self.workers if (worker.child.name == "syncer") == last]
+            for worker in group:
+                worker.child.signal(signal.SIGTERM)
+            deadline = time.monotonic() + STOP_S
+            for worker in group:
+                worker.child.stop(max(0.1, deadline - time.monotonic()))

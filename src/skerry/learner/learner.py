@@ -108,7 +108,10 @@ class Learner:
         self._link.loss = loss
 
     def leave(self, timeout_s: float = 60.0) -> None:
-        """Hand over what is left, say goodbye and detach. Safe to call twice."""
+        """Hand over what is left, say goodbye and detach. Safe to call twice.
+
+        Raises what `failure` holds if the learner was put out of the run or its exchange broke.
+        """
         if self._left:
             return
         self._left = True
@@ -134,6 +137,14 @@ class Learner:
                     link.changed.wait(min(left, 1.0))
         self._adopt_ready()
         link.close()
+        if link.failure is not None:
+            raise link.failure
+
+    def stop(self) -> None:
+        """End training here, as if the run were closing: `finished` becomes true, and nothing waits any more."""
+        with self._link.changed:
+            self._exchange.stop()
+            self._link.changed.notify_all()
 
     def __enter__(self) -> Learner:
         return self

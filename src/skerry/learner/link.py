@@ -73,6 +73,7 @@ class Link:
         self._closing = False
         self._ready_sent = False
         self._lost_at_step: int | None = None
+        self._told_at = 0
         self._pump_pending = False
         self._answering = False
         self._reported_at = -1.0
@@ -100,6 +101,11 @@ class Link:
         """After each step. Waking the other thread takes the interpreter from this one, so only when there is a reason."""
         exchange = self.exchange
         assert exchange is not None
+        budget = exchange.sync.budget_tokens
+        if not self.connected and budget and self.run_tokens + exchange.totals.tokens - self._told_at >= budget:
+            # The run may have ended without us. Even alone this island has now done all that was left of it.
+            with self.changed:
+                exchange.stop()
         late = self._clock.now() - self._reported_at >= REPORT_EVERY_S
         if late or exchange.has_questions() or exchange.schedule.due(exchange.step):
             self.wake()
@@ -121,7 +127,7 @@ class Link:
 
     def _call(self, act: Callable[[], None]) -> None:
         try:
-            self._loop.call_soon_threadsafe(act)
+            self._loop.call_soon_threadsafe(self._guarded, act)
         except RuntimeError:
             self._pump_pending = False  # the loop is closed: the run is over, or the link failed and said so
 
@@ -143,7 +149,15 @@ class Link:
             self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
             self._loop.close()
 
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """For callbacks of the loop, whose exceptions nobody would see."""
+        try:
+            act()
+        except Exception as error:
+            self._broken(error)
+
     def _fail(self, error: SkerryError) -> None:
+        log.error("%s is no longer part of the run: %s", self.name, error)
         with self.changed:
             self.failure = error
             if self.exchange is not None:
@@ -180,6 +194,7 @@ class Link:
             stream = self._stream = transfer.ControlStream(stub)
             self._stream.send(pb.ToSyncer(hello=self._hello()))
             beat = asyncio.get_running_loop().create_task(self._heartbeat())
+            beat.add_done_callback(self._task_done)
             welcomed = False
             try:
                 async for message in stream.messages():
@@ -271,9 +286,13 @@ class Link:
                 exchange.stop()
             elif kind == "progress":
                 self.run_tokens = max(self.run_tokens, message.progress.run_tokens)
+                self._told_at = exchange.totals.tokens
             elif kind == "goodbye" and message.goodbye.final:
                 self.goodbye = message.goodbye.reason
-                exchange.stop()
+                if message.goodbye.expected:
+                    exchange.stop()
+                else:
+                    self._fail(JoinRefused(message.goodbye.reason))
             self.changed.notify_all()
         if kind in ("welcome", "ask", "announce", "stop", "begin"):
             self._pump()
@@ -310,7 +329,7 @@ class Link:
                 self._report()
         elif not self._pump_pending:
             self._pump_pending = True
-            self._loop.call_later(wait, self._pump)
+            self._loop.call_later(wait, self._guarded, self._pump)
 
     def _report(self) -> None:
         exchange = self.exchange
@@ -337,10 +356,15 @@ class Link:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the exchange stopped", exc_info=error)
-            self._fail(WireError(f"the exchange stopped: {error!r}"))
-            if self._main is not None:
-                self._main.cancel()
+            self._broken(error)
+
+    def _broken(self, error: BaseException) -> None:
+        """A defect of ours. The training loop must not die of it, but it must hear of it."""
+        log.error("the exchange stopped", exc_info=error)
+        self._fail(WireError(f"the exchange stopped: {error!r}"))
+        self._closing = True
+        if self._main is not None:
+            self._main.cancel()
 
     async def _off_loop(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await self._loop.run_in_executor(self._pool, work, *arguments)
@@ -424,14 +448,14 @@ class Link:
         self.received_bytes += size_bytes
 
     def _again(self, act: Callable[[], None]) -> None:
-        """A transfer broke. If the stream still stands, try once more shortly; if not, the next welcome starts afresh."""
+        """A transfer broke. If the stream still stands, try again shortly; if not, the next welcome starts afresh."""
 
         def retry() -> None:
             with self.changed:
                 act()
             self._pump()
 
-        self._loop.call_later(RETRY_TRANSFER_S, retry)
+        self._loop.call_later(RETRY_TRANSFER_S, self._guarded, retry)
 
     # ------------------------------------------------------------ merged fragments
 

@@ -1,7 +1,8 @@
 """A model's tensors seen as fragments: snapshots out, merged versions in. Knows nothing of the network or of rounds.
 
 Snapshots may be taken by another thread while forward and backward passes run; only the optimizer's step and adoption
-write parameters, and both hold the gate. On a GPU the gate orders work between streams and nobody waits on the host.
+write parameters, and both hold the gate. On a GPU the gate orders work between streams, and nobody waits on the host unless
+`carry` has to move a snapshot that is still open.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Prepared:
 
     values: Tensor
     base: Tensor
-    """The values as the model will hold them, on the host: what later progress is counted from."""
+    """The version as the model's type can hold it, on the host: what later progress is counted from. With `blend` the model
+    then holds a mixture, and what it keeps of its own counts as progress again, as in Streaming DiLoCo."""
     change: Tensor
     """On the model's device: the values, or for `carry` what is to be added to the parameters."""
     since: Tensor | None

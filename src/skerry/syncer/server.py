@@ -1,4 +1,4 @@
-"""The syncer process: gRPC in front, the state machine in the middle, merging and the store in a thread behind.
+"""The syncer process: gRPC in front, the state machine in the middle, merging and the store in threads behind.
 
 Everything that touches the core runs on the event loop. A few threads compute merges and write their files; one commits them
 to the tape, all that are ready in one transaction. Control messages wait in a bounded queue for each learner; one that does not
@@ -126,13 +126,20 @@ class SyncerServer:
     # ------------------------------------------------------------ the state machine and its actions
 
     def dispatch(self, event: m.Event) -> None:
-        for action in self.core.handle(event, self.clock.now()):
-            self._perform(action)
+        try:
+            for action in self.core.handle(event, self.clock.now()):
+                self._perform(action)
+        except Exception as error:
+            # Whoever called may not notice, but a state half changed must not go on.
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
 
     def _perform(self, action: m.Action) -> None:
         if isinstance(action, m.Record):
             self._record(action.kind, action.data)
         elif isinstance(action, m.Welcome):
+            self._dismissed.discard(action.name)
             welcome = pb.Welcome(
                 run_id=self.store.identity.run_id,
                 slot=action.slot,
@@ -166,7 +173,9 @@ class SyncerServer:
             self._send(action.name, self._progress())
             self._send(action.name, pb.ToLearner(stop=pb.Stop()))
         elif isinstance(action, m.Goodbye):
-            self._send(action.name, pb.ToLearner(goodbye=pb.Goodbye(reason=action.reason, final=action.final)))
+            expected = action.reason in (m.LEFT, m.OVER)
+            goodbye = pb.Goodbye(reason=action.reason, final=action.final, expected=expected)
+            self._send(action.name, pb.ToLearner(goodbye=goodbye))
             if action.final:
                 self._dismissed.add(action.name)
             connection = self._connections.pop(action.name, None)
@@ -234,7 +243,7 @@ class SyncerServer:
             version=order.version,
             step=order.step,
             contributors={share.name: round(share.weight / total, 4) for share in order.shares},
-            asked=round(len(order.shares) / order.presence) if self.sync.damp_absent else len(order.shares),
+            asked=order.asked,
             seconds=round(self.clock.now() - started, 6),
         )
 
@@ -290,6 +299,12 @@ class SyncerServer:
         return pb.RunDescription(
             protocol=PROTOCOL, run_id=identity.run_id, sync_json=to_json(self.sync), job_json=identity.job_json
         )
+
+    async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply:
+        if request.run_id != self.store.identity.run_id:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this syncer serves another run")
+        self.dispatch(m.CloseRequested())
+        return pb.CloseReply()
 
     async def control(self, messages: AsyncIterator[pb.ToSyncer], context: Any) -> AsyncIterator[pb.ToLearner]:
         first = await _first(messages)
@@ -510,11 +525,14 @@ class SyncerServer:
         if self._committing is not None:
             await self._committing
         self._write_metrics()
-        await self._flush()
+        for _ in range(3):
+            await self._flush()
         self._mergers.shutdown()
         self._tape.shutdown()
         self._metrics.close()
         self.store.close()
+        if self._entries:
+            raise StoreError(f"the last {len(self._entries)} decisions could not be written to the tape")
 
     def _write_metrics(self) -> None:
         core, now = self.core, self.clock.now()

@@ -142,7 +142,8 @@ def read_identity(folder: Path) -> RunIdentity:
 
 
 class RunStore:
-    """The run folder, open for writing by one process at a time. Calls may come from any one thread at a time."""
+    """The run folder, open for writing by one process at a time. `write` may be called from several threads, the rest from
+    one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -205,7 +206,8 @@ class RunStore:
             raise StoreError(f"the tape cannot be written: {error}") from error
         for merge in merges:
             old = _file_name(merge.order.fragment, merge.order.version - KEPT_VERSIONS)
-            (self.folder / "fragments" / old).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what stays behind is removed when the folder is opened next
+                (self.folder / "fragments" / old).unlink(missing_ok=True)
 
     def _insert(self, merge: Written) -> None:
         order = merge.order
@@ -260,6 +262,14 @@ def read_standing(folder: Path) -> Standing:
     with _reading(folder) as database:
         row = database.execute("SELECT data FROM standing").fetchone()
     return Standing.from_json(json.loads(row["data"])) if row else Standing()
+
+
+def read_span_s(folder: Path) -> float:
+    """Seconds from the start of training to the end of the run, by the tape."""
+    with _reading(folder) as database:
+        query = "SELECT max(CASE kind WHEN 'ended' THEN at END) - min(CASE kind WHEN 'began' THEN at END) AS span FROM tape"
+        span = database.execute(query).fetchone()["span"]
+    return float(span) if span is not None else 0.0
 
 
 def _read_newest(folder: Path, database: sqlite3.Connection, fragment: Fragment) -> FragmentState:

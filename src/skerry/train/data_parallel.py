@@ -34,6 +34,7 @@ def run_worker(folder: Path, config: Config, rank: int, port: int) -> None:
         metrics = MetricsWriter(folder / "metrics.jsonl")
         steps = -(-config.train.tokens // (job.step_tokens * world))
         started, report_at, validate_at = time.time(), 0.0, config.eval.every_tokens
+        validating_s = 0.0
         for step in range(steps):
             tokens = step * job.step_tokens * world
             job.set_lr(lr_factor(tokens / config.train.tokens, config.train))
@@ -45,10 +46,12 @@ def run_worker(folder: Path, config: Config, rank: int, port: int) -> None:
                 _report(metrics, config, rank, step + 1, tokens, float(loss), started)
             if rank == 0 and tokens >= validate_at and step + 1 < steps:
                 validate_at += config.eval.every_tokens
+                before = time.time()
                 found = validate(job.model, job.corpus, config.model.context, config.eval.tokens, job.device)
+                validating_s += time.time() - before
                 metrics.write("validation", loss=found.loss, tokens=tokens, step=step + 1)
         dist.barrier()
-        seconds = time.time() - started
+        seconds = time.time() - started - validating_s  # as islands do not wait for validation either
         if rank == 0:
             tokens = steps * job.step_tokens * world
             _report(metrics, config, rank, steps, tokens, float(loss), started, phase="ended")

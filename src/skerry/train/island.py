@@ -28,12 +28,13 @@ def run_island(address: str, name: str, config: Config, tls: TLS | None = None) 
     def on_terminate(number: int, frame: FrameType | None) -> None:
         nonlocal asked_to_stop
         asked_to_stop = True
+        learner.stop()
 
     signal.signal(signal.SIGTERM, on_terminate)
     cold = learner.step > 0
     own_step = 0
     report_at = 0.0
-    while not learner.finished and not asked_to_stop:
+    while not learner.finished:
         warm_up = min(1.0, (own_step + 1) / COLD_STEPS) if cold else 1.0
         job.set_lr(lr_factor(learner.progress, config.train) * warm_up)
         loss = job.backward(*job.batch(learner.step, learner.slot))
@@ -47,8 +48,6 @@ def run_island(address: str, name: str, config: Config, tls: TLS | None = None) 
 
 
 def _leave(learner: Learner, asked_to_stop: bool) -> None:
-    if learner.failure is not None:
-        raise learner.failure
     if asked_to_stop:
         # Whoever stops this process is about to stop the rest of the run or needs the machine: do not linger.
         learner.leave(timeout_s=5.0)

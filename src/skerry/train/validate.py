@@ -19,7 +19,7 @@ from skerry.data.corpus import Corpus, load_corpus
 from skerry.data.windows import validation_batches
 from skerry.metrics import MetricsWriter
 from skerry.models.gpt import GPT, build_gpt, generate
-from skerry.syncer.store import read_identity, read_model, read_standing
+from skerry.syncer.store import read_identity, read_model, read_span_s, read_standing
 from skerry.train.job import load_weights, pick_device
 
 log = logging.getLogger("skerry.validate")
@@ -95,7 +95,7 @@ class GlobalModel:
         return tensors
 
 
-def watch_run(folder: Path, started_at: float, poll_s: float = 0.5) -> None:
+def watch_run(folder: Path, poll_s: float = 0.5) -> None:
     """Validate the global model every `eval.every_tokens` until the run has ended, then once more, thoroughly."""
     os.nice(10)
     torch.set_num_threads(1)
@@ -116,12 +116,11 @@ def watch_run(folder: Path, started_at: float, poll_s: float = 0.5) -> None:
         time.sleep(poll_s)
         standing = read_standing(folder)
     metrics.close()
-    trained_s = time.time() - started_at
     current.refresh()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     finish(
         folder, current.config, current.model, current.corpus, current.device,
-        tokens=standing.tokens, step=standing.step, seconds=trained_s,
+        tokens=standing.tokens, step=standing.step, seconds=read_span_s(folder),
     )  # fmt: skip
 
 

@@ -30,6 +30,18 @@ def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunD
     return asyncio.run(ask())
 
 
+def close_run(address: str, tls: TLS | None, timeout_s: float = 10.0) -> None:
+    """Ask the syncer to end its run: one last merge of what everyone has."""
+    run_id = describe(address, tls, timeout_s).run_id
+
+    async def ask() -> None:
+        async with open_channel(address, tls) as channel:
+            with transfer.wire_errors():
+                await SyncerStub(channel).close_run(pb.CloseRequest(run_id=run_id), timeout=timeout_s)
+
+    asyncio.run(ask())
+
+
 def describe_job(address: str, tls: TLS | None, timeout_s: float = 120.0) -> Config:
     description = describe(address, tls, timeout_s)
     if not description.job_json:

@@ -21,6 +21,8 @@ class SyncerService(Protocol):
 
     async def upload(self, parts: AsyncIterator[pb.UploadPart], context: Any) -> pb.UploadReply: ...
 
+    async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply: ...
+
     def download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadPart]: ...
 
 
@@ -34,6 +36,9 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
         ),
         "Upload": grpc.stream_unary_rpc_method_handler(
             service.upload, pb.UploadPart.FromString, pb.UploadReply.SerializeToString
+        ),
+        "Close": grpc.unary_unary_rpc_method_handler(
+            service.close_run, pb.CloseRequest.FromString, pb.CloseReply.SerializeToString
         ),
         "Download": grpc.unary_stream_rpc_method_handler(
             service.download, pb.DownloadRequest.FromString, pb.DownloadPart.SerializeToString
@@ -54,3 +59,4 @@ class SyncerStub:
         self.download = channel.unary_stream(
             f"/{_SERVICE}/Download", pb.DownloadRequest.SerializeToString, pb.DownloadPart.FromString
         )
+        self.close_run = channel.unary_unary(f"/{_SERVICE}/Close", pb.CloseRequest.SerializeToString, pb.CloseReply.FromString)

@@ -12,6 +12,16 @@ class DescribeRequest(_message.Message):
     protocol: int
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
+class CloseRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class CloseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RunDescription(_message.Message):
     __slots__ = ("protocol", "run_id", "sync_json", "job_json")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -181,12 +191,14 @@ class Stop(_message.Message):
     def __init__(self) -> None: ...
 
 class Goodbye(_message.Message):
-    __slots__ = ("reason", "final")
+    __slots__ = ("reason", "final", "expected")
     REASON_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
     reason: str
     final: bool
-    def __init__(self, reason: _Optional[str] = ..., final: bool = ...) -> None: ...
+    expected: bool
+    def __init__(self, reason: _Optional[str] = ..., final: bool = ..., expected: bool = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("run_tokens", "step")

@@ -25,7 +25,11 @@ def wire_errors() -> Iterator[None]:
     except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
         raise WireError(str(error)) from None
     except asyncio.CancelledError:
-        # A channel that is closed cancels its calls; it is the connection that ended, not the caller.
+        # A channel that is closed cancels its calls; then it is the connection that ended, not the caller. Before Python
+        # 3.11 a task cannot tell, and callers that cancel keep a flag.
+        cancelling = getattr(asyncio.current_task(), "cancelling", lambda: 0)
+        if cancelling():
+            raise
         raise WireError("the connection was closed") from None
 
 
