@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from skerry.config import load
+from skerry.config import Config, ModelConfig, load
+from skerry.launch.local import create_job
+from skerry.models.gpt import build_gpt
+from skerry.syncer.store import read_model
+from skerry.train.validate import save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,7 +27,7 @@ def test_help_names_every_command_without_loading_torch() -> None:
     code = "import sys, skerry.cli\ntry: skerry.cli.main(['--help'])\nexcept SystemExit: assert 'torch' not in sys.modules"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    for command in ("train", "syncer", "learner", "create", "export", "plot"):
+    for command in ("train", "syncer", "learner", "create", "close", "export", "plot"):
         assert command in found.stdout
 
 
@@ -86,6 +92,15 @@ def test_parts_started_by_hand_make_a_run(tmp_path: Path) -> None:
         assert "the run has ended" in syncer.stdout.read()
     exported = skerry("export", str(run), str(tmp_path / "model.safetensors"))
     assert exported.returncode == 0 and (tmp_path / "model.safetensors").stat().st_size > 0
+
+
+def test_a_run_may_begin_from_given_weights(tmp_path: Path) -> None:
+    config = Config(run=str(tmp_path / "run"), model=ModelConfig(layers=1, width=32, heads=2, context=32))
+    given = build_gpt(config.model, 256, seed=7)
+    save_model(tmp_path / "given.safetensors", dict(given.named_parameters()))
+    create_job(dataclasses.replace(config, init=str(tmp_path / "given.safetensors")).resolved(), tmp_path / "run")
+    begun = read_model(tmp_path / "run")
+    assert all(torch.equal(begun[name], parameter) for name, parameter in given.named_parameters())
 
 
 def test_hugging_face_example_is_short_and_learns() -> None:

@@ -223,4 +223,6 @@ def test_finished_run_exports_weights_that_load_back(start_run, tmp_path: Path) 
     assert all((final[name] == parameter).all() for name, parameter in model.named_parameters())
     for name in ("config.json", "run.json", "tape.sqlite", "metrics.jsonl", "loss.png", "result.json"):
         assert (run.folder / name).stat().st_size > 0
-    assert "def " in run.output, "the run ends with a sample"
+    [result] = [record for record in run.read() if record["kind"] == "result"]
+    assert result["sample"].startswith("def ") and len(result["sample"]) > len("def ")
+    assert "sample" in run.output, "the run ends with a sample"
