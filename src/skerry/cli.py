@@ -146,9 +146,13 @@ def _syncer(options: argparse.Namespace) -> None:
     import asyncio
     import signal
 
+    import torch
+
     from skerry.syncer.server import run_syncer
     from skerry.syncer.store import RunStore
 
+    # Merges run side by side, one thread each; threads inside a merge would spin idly and take cores from islands here.
+    torch.set_num_threads(1)
     store = RunStore(options.run)
 
     async def serve() -> None:
