@@ -38,7 +38,8 @@ import skerry
 from skerry.config import SyncConfig
 from skerry.core.tensors import model_tensors
 from skerry.errors import JoinRefused, WireError
-from skerry.syncer.store import RunStore, read_identity, read_model
+from skerry.syncer.store import RunStore, read_identity, read_model, read_standing
+from skerry.wire.client import close_run
 
 # One island, merged at every turn with an outer step that takes its weights over: the run must equal plain training.
 EXACT = SyncConfig(
@@ -1060,3 +1061,18 @@ def test_a_compiled_data_parallel_model_has_plain_names(tmp_path: Path) -> None:
         assert [spec.name for spec, _ in model_tensors(torch.compile(wrapped, backend="eager"))] == plain
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_run_without_a_budget_can_be_closed_from_outside(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    syncer = start_syncer(folder)
+    model = small_model()
+    optimizer = sgd(model)
+    learner = join(syncer.address, model, optimizer)
+    train(model, optimizer, batches(0, 3))
+    close_run(syncer.address, None)
+    poll(lambda: learner.finished, "the learner to hear of it")
+    learner.leave(timeout_s=30)
+    assert syncer.wait(), "the run has ended"
+    assert read_standing(folder).phase == "ended"
+    assert min(versions(folder)) >= 1, "what the island had was merged once more"

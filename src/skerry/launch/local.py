@@ -75,22 +75,15 @@ def _data_parallel_workers(config: Config, folder: Path) -> list[Worker]:
 
 def check_job(config: Config) -> tuple[Corpus, GPT]:
     """The corpus and the initial model, which is also the quickest way to find out whether the settings make sense."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     from skerry.data.corpus import load_corpus
     from skerry.models.gpt import build_gpt
-    from skerry.train.job import load_weights, pick_device
+    from skerry.train.job import load_weights_file, pick_device
 
     pick_device(config.islands.device)
     corpus = load_corpus(config.data, config.model.context)
     model = build_gpt(config.model, corpus.vocab, config.train.seed)
     if config.init:
-        try:
-            weights = load_file(config.init)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"init file {config.init} cannot be read: {error}") from None
-        load_weights(model, weights)
+        load_weights_file(model, config.init)
     return corpus, model
 
 

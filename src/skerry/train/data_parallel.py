@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skerry.config import Config
 from skerry.metrics import MetricsWriter
-from skerry.train.job import build_job, load_weights, lr_factor
+from skerry.train.job import build_job, load_weights_file, lr_factor
 from skerry.train.validate import finish, validate
 
 METRICS_EVERY_S = 1.0
@@ -24,9 +24,7 @@ def run_worker(folder: Path, config: Config, rank: int, port: int) -> None:
     world = config.islands.count
     job = build_job(config)
     if config.init:
-        from safetensors.torch import load_file
-
-        load_weights(job.model, load_file(config.init))
+        load_weights_file(job.model, config.init)
     backend = "nccl" if job.device.type == "cuda" and torch.cuda.device_count() >= world else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world)
     try:

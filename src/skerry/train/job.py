@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -152,6 +154,14 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     missing = [name for name in missing if name not in tied]
     if missing or unexpected:
         raise ConfigError(f"the weights do not fit the model: missing {_few(missing)}, unexpected {_few(unexpected)}")
+
+
+def load_weights_file(model: nn.Module, path: str) -> None:
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"init file {path} cannot be read: {error}") from None
+    load_weights(model, weights)
 
 
 def _few(names: Sequence[str]) -> str:
