@@ -123,7 +123,7 @@ def together(*works: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
 
 def learner_threads() -> list[str]:
     """Those a learner starts and must end; a syncer's are not among them."""
-    return [t.name for t in threading.enumerate() if t.name.startswith(("skerry-link", "skerry-exchange"))]
+    return [t.name for t in threading.enumerate() if t.name.startswith("skerry-exchange")]
 
 
 # ---------------------------------------------------------------- looks into a run folder, beside a running syncer
@@ -218,39 +218,51 @@ class RawLearner:
         self._step = step
         self.send(report=pb.Report(**{"step": step, "tokens": 10 * step, "step_time_s": 0.001, **changes}))
 
-    def contribution(self, ask: pb.Ask, delta: Tensor | None = None, **changes: Any) -> tuple[pb.UploadHeader, bytes]:
+    def contribution(self, ask: pb.Ask, delta: Tensor | None = None, **changes: Any) -> tuple[pb.Upload, bytes]:
         """A whole and acceptable answer, but for the changes."""
         if delta is None:
             delta = torch.full((self.layout.fragments[ask.fragment].numel,), 0.125)
         data = bytes(codecs.codec("bf16").encode(delta))
         values: dict[str, Any] = {
-            "name": self.name, "session": self.session, "fragment": ask.fragment, "step": ask.step, "base": ask.min_base,
-            "steps": 1, "tokens": 10, "codec": "bf16", "size_bytes": len(data), "checksum": codecs.checksum(data),
-            "upto": self._step,
+            "fragment": ask.fragment, "step": ask.step, "base": ask.min_base, "steps": 1, "tokens": 10, "upto": self._step,
+            "codec": "bf16", "size_bytes": len(data), "checksum": codecs.checksum(data),
         }  # fmt: skip
-        return pb.UploadHeader(**{**values, **changes}), data
+        return pb.Upload(**{**values, **changes}), data
 
-    async def upload(self, *parts: pb.UploadHeader | bytes) -> pb.UploadReply:
-        """These parts, as they are."""
-        messages = [pb.UploadPart(chunk=p) if isinstance(p, bytes) else pb.UploadPart(header=p) for p in parts]
-        return await asyncio.wait_for(self.bulk.upload(_each(messages)), DEADLINE_S)
+    @contextlib.asynccontextmanager
+    async def lane(self, **changes: str) -> AsyncIterator[Any]:
+        """A bulk stream of its own, introduced."""
+        call = self.bulk.bulk(timeout=DEADLINE_S)
+        await call.write(pb.BulkToSyncer(hello=pb.BulkHello(**{"name": self.name, "session": self.session, **changes})))
+        yield call
+        call.cancel()
+
+    async def upload(self, *parts: pb.Upload | bytes, **changes: str) -> pb.UploadReply:
+        """These parts, as they are, on a lane that then ends; gives the first answer."""
+        async with self.lane(**changes) as lane:
+            for part in parts:
+                await lane.write(pb.BulkToSyncer(chunk=part) if isinstance(part, bytes) else pb.BulkToSyncer(upload=part))
+            await lane.done_writing()
+            reply = await lane.read()
+            if reply is grpc.aio.EOF:
+                raise ConnectionError(await lane.details())
+            return reply.reply
 
     async def give(self, ask: pb.Ask, delta: Tensor | None = None, **changes: Any) -> pb.UploadReply:
+        identity = {key: changes.pop(key) for key in ("name", "session") if key in changes}
         header, data = self.contribution(ask, delta, **changes)
-        return await self.upload(header, *cut(memoryview(data)))
+        return await self.upload(header, *cut(memoryview(data)), **identity)
 
-    async def download(self, fragment: int, version: int, **changes: Any) -> tuple[pb.DownloadHeader, bytes]:
-        request = {"name": self.name, "session": self.session, "fragment": fragment, "version": version, **changes}
+    async def download(self, fragment: int, version: int, **changes: str) -> tuple[pb.Fetched, bytes]:
+        """The header and what came with it. A refusal has a reason and no bytes."""
         header, data = None, b""
-        async for part in self.bulk.download(pb.DownloadRequest(**request), timeout=DEADLINE_S):
-            if part.HasField("header"):
-                header = part.header
-            assert len(part.chunk) <= CHUNK_BYTES
-            data += part.chunk
+        async with self.lane(**changes) as lane:
+            await lane.write(pb.BulkToSyncer(fetch=pb.Fetch(fragment=fragment, version=version)))
+            await lane.done_writing()
+            while (part := await lane.read()) is not grpc.aio.EOF:
+                if part.HasField("fetched"):
+                    header = part.fetched
+                assert len(part.chunk) <= CHUNK_BYTES
+                data += part.chunk
         assert header is not None
         return header, data
-
-
-async def _each(messages: list[pb.UploadPart]) -> AsyncIterator[pb.UploadPart]:
-    for message in messages:
-        yield message

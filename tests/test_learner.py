@@ -97,7 +97,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     for learner in JOINED:
         learner.detach()
     JOINED.clear()
-    assert "skerry-link" not in running
+    assert not running
 
 
 def join(address: str, model: nn.Module, optimizer: Any, name: str = "island-0", **more: Any) -> skerry.Learner:
@@ -591,7 +591,7 @@ def test_a_syncer_that_comes_late_is_found(folder: Path, start_syncer, free_port
         join(f"127.0.0.1:{free_port}", model, adamw(model)).leave(timeout_s=30)
 
     def syncer() -> None:
-        poll(lambda: "skerry-link" in learner_threads(), "the learner to look for its syncer")
+        poll(learner_threads, "the learner to look for its syncer")
         start_syncer(folder, free_port)
 
     together(island, syncer)

@@ -1,4 +1,4 @@
-"""The learner's connection: one background thread with an event loop that talks to the syncer while training goes on.
+"""The learner's connection: what talks to the syncer, on an event loop in the background, while training goes on.
 
 It turns messages into events of the Exchange and its decisions into transfers. It never writes the model: finished
 downloads wait in `prepared` for the training thread. When the syncer goes away it tries again, with back-off, for ever.
@@ -24,6 +24,7 @@ from skerry.core.exchange import Exchange, Give, GiveNothing, Question, Version
 from skerry.core.fragment import split
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
+from skerry.learner.loop import shared_loop
 from skerry.learner.replica import Arrival, Prepared, Replica
 from skerry.learner.workers import DaemonWorkers
 from skerry.wire import skerry_pb2 as pb
@@ -79,17 +80,20 @@ class Link:
         self._reported_at = -1.0
         self._reported: tuple[int, int] | None = None
         self._stream: transfer.ControlStream | None = None
-        self._bulk: SyncerStub | None = None
+        self._lane: transfer.Lane | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = DaemonWorkers(2, "skerry-exchange")
-        self._loop = asyncio.new_event_loop()
+        self._loop = shared_loop()
         self._main: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, name="skerry-link", daemon=True)
+        self._over = threading.Event()
 
     # ------------------------------------------------------------ called by the training thread
 
     def start(self) -> None:
-        self._thread.start()
+        def begin() -> None:
+            self._main = self._loop.create_task(self._run())
+
+        self._call(begin)
 
     def wake(self) -> None:
         """There may be something to send: a step was done or a fragment adopted."""
@@ -122,35 +126,33 @@ class Link:
                 self._main.cancel()
 
         self._call(cancel)
-        self._thread.join(timeout=10.0)
+        self._over.wait(timeout=10.0)
         self._pool.shutdown()
 
     def _call(self, act: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._guarded, act)
-        except RuntimeError:
-            self._pump_pending = False  # the loop is closed: the run is over, or the link failed and said so
+        self._loop.call_soon_threadsafe(self._guarded, act)
 
-    # ------------------------------------------------------------ the link's own thread
+    # ------------------------------------------------------------ on the event loop
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+    async def _run(self) -> None:
         try:
-            self._main = self._loop.create_task(self._stay_connected())
-            self._loop.run_until_complete(self._main)
+            await self._stay_connected()
         except asyncio.CancelledError:
             pass
         except Exception as error:  # the training loop must not die of a defect in the exchange, nor wait for it
             log.exception("the exchange stopped")
             self._fail(WireError(f"the exchange stopped: {error!r}"))
         finally:
-            for task in self._tasks:
+            tasks = list(self._tasks)
+            for task in tasks:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
-            self._loop.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._over.set()
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """For callbacks of the loop, whose exceptions nobody would see."""
+        if self._over.is_set():
+            return  # the run is over, or the link failed and said so
         try:
             act()
         except Exception as error:
@@ -190,7 +192,7 @@ class Link:
         async with open_channel(self.address, self._tls) as control, open_channel(self.address, self._tls) as bulk:
             stub = SyncerStub(control)
             self._prepare_for(await transfer.describe(stub, PROTOCOL))
-            self._bulk = SyncerStub(bulk)
+            lane = self._lane = transfer.Lane(SyncerStub(bulk), self.name, self.session)
             stream = self._stream = transfer.ControlStream(stub)
             self._stream.send(pb.ToSyncer(hello=self._hello()))
             beat = asyncio.get_running_loop().create_task(self._heartbeat())
@@ -208,6 +210,7 @@ class Link:
             finally:
                 beat.cancel()
                 await stream.close()
+                await lane.close()
             return welcomed
 
     def _prepare_for(self, description: pb.RunDescription) -> None:
@@ -414,12 +417,10 @@ class Link:
         return gives, nothings
 
     async def _upload(self, give: Give, data: memoryview, crc: int) -> None:
-        exchange, bulk = self.exchange, self._bulk
-        assert exchange is not None and bulk is not None
+        exchange, lane = self.exchange, self._lane
+        assert exchange is not None and lane is not None
         question = give.question
-        header = pb.UploadHeader(
-            name=self.name,
-            session=self.session,
+        header = pb.Upload(
             fragment=question.fragment,
             step=question.step,
             base=give.base,
@@ -431,7 +432,7 @@ class Link:
             upto=give.at.steps,
         )
         try:
-            reply = await transfer.upload(bulk, header, data, self._sent)
+            reply = await lane.upload(header, data, self._sent)
         except WireError as error:
             log.debug("%s: fragment %d was not sent: %s", self.name, question.fragment, error)
             self._again(lambda: exchange.ask_again(question))
@@ -460,11 +461,10 @@ class Link:
     # ------------------------------------------------------------ merged fragments
 
     async def _download(self, part: int, version: int) -> tuple[str, memoryview]:
-        assert self._bulk is not None
-        request = pb.DownloadRequest(name=self.name, session=self.session, fragment=part, version=version)
-        return await transfer.download(self._bulk, request, lambda header: self._check_size(part, header), self._got)
+        assert self._lane is not None
+        return await self._lane.fetch(part, version, lambda header: self._check_size(part, header), self._got)
 
-    def _check_size(self, part: int, header: pb.DownloadHeader) -> None:
+    def _check_size(self, part: int, header: pb.Fetched) -> None:
         assert self.replica is not None
         layout = self.replica.layout
         if part == len(layout.fragments):

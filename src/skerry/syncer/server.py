@@ -8,12 +8,10 @@ drain it is cut off rather than held for.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -21,16 +19,16 @@ from torch import Tensor
 
 from skerry.clock import Clock, SystemClock
 from skerry.config import to_json
-from skerry.core import codec as codecs
 from skerry.core import messages as m
 from skerry.core.fragment import TensorSpec, check_same_model
 from skerry.core.merge import FragmentState, merge
 from skerry.core.syncer import SyncerCore
-from skerry.errors import JoinRefused, SkerryError, StoreError, WireError
-from skerry.metrics import MetricsWriter
-from skerry.syncer.store import RunStore, TapeEntry, Written
+from skerry.errors import JoinRefused, SkerryError, WireError
+from skerry.syncer.bulk import MAX_COUNT, MAX_NAME, Bulk, Published, first_message
+from skerry.syncer.diary import Diary, Vitals
+from skerry.syncer.store import RunStore, Written
+from skerry.syncer.tape import Tape
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import Assembly, cut
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind
 from skerry.wire.service import add_to_server
 
@@ -39,15 +37,10 @@ PROGRESS_EVERY_S = 0.25
 METRICS_EVERY_S = 1.0
 LINGER_S = (0.5, 10.0)
 """How long an ended run is still served: if everyone has heard of the end, and if somebody may come back."""
-HELLO_S = 30.0
-MAX_NAME = 200
 MERGERS = 4
 """Merges computed and written at a time: writing waits for the disk more than it computes."""
-MAX_COUNT = 1 << 53
 MAX_STEPS_AT_ONCE = 1_000_000
 """A learner cannot have taken more steps than this between two reports."""
-MAX_PROGRESS = 1e12
-"""No element of a sane contribution is larger; sums and outer steps of such values stay finite in fp32."""
 
 
 @dataclass
@@ -56,9 +49,7 @@ class Connection:
 
     session: str
     outbox: asyncio.Queue[pb.ToLearner | None] = field(default_factory=lambda: asyncio.Queue(CONTROL_QUEUE))
-    loss: float | None = None
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    vitals: Vitals = field(default_factory=Vitals)
 
     def send(self, message: pb.ToLearner) -> None:
         try:
@@ -74,16 +65,6 @@ class Connection:
         self.outbox.put_nowait(None)
 
 
-@dataclass(frozen=True)
-class Published:
-    """A version as every learner downloads it: encoded once."""
-
-    version: int
-    codec: str
-    data: memoryview
-    checksum: int
-
-
 class SyncerServer:
     def __init__(self, store: RunStore, *, clock: Clock | None = None) -> None:
         self.store = store
@@ -97,31 +78,20 @@ class SyncerServer:
         self.ended = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A defect of ours: the process must not go on as if nothing had happened."""
-        self._published = [self._encode(p.version, s) for p, s in zip(progress, self.states, strict=True)]
-        fixed = memoryview(store.fixed_bytes())
-        self._published.append(Published(0, "safetensors", fixed, codecs.checksum(fixed)))
+        self._bulk = Bulk(self.layout, self.sync, store.fixed_bytes(), self)
+        for fragment, state in enumerate(self.states):
+            self._bulk.publish(fragment, self._bulk.encode(progress[fragment].version, state))
+        self._tape = Tape(store, self.core.standing)
+        self._diary = Diary(store.folder, self.clock)
         self._connections: dict[str, Connection] = {}
         self._dismissed: set[str] = set()
-        self._uploading: set[tuple[str, int]] = set()
         self._handlers: set[asyncio.Future[None]] = set()
-        self._deltas: dict[tuple[int, str], Tensor] = {}
-        self._entries: list[TapeEntry] = []
         self._mergers = ThreadPoolExecutor(MERGERS, thread_name_prefix="skerry-merge")
-        self._tape = ThreadPoolExecutor(1, thread_name_prefix="skerry-tape")
-        self._ready: list[tuple[Written, asyncio.Future[None]]] = []
-        self._committing: asyncio.Task[None] | None = None
         self._merging: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
-        self._metrics = MetricsWriter(store.folder / "metrics.jsonl")
-        self._started = self.clock.now()
-        self._rates: dict[str, tuple[float, int]] = {}
-        self._record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
+        self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
         if self.core.phase == "ended":
             self.ended.set()
-
-    def _encode(self, version: int, state: FragmentState) -> Published:
-        data = codecs.codec(self.sync.publish).encode(state.values)
-        return Published(version, self.sync.publish, data, codecs.checksum(data))
 
     # ------------------------------------------------------------ the state machine and its actions
 
@@ -137,7 +107,7 @@ class SyncerServer:
 
     def _perform(self, action: m.Action) -> None:
         if isinstance(action, m.Record):
-            self._record(action.kind, action.data)
+            self.record(action.kind, action.data)
         elif isinstance(action, m.Welcome):
             self._dismissed.discard(action.name)
             welcome = pb.Welcome(
@@ -200,16 +170,16 @@ class SyncerServer:
     def _progress(self) -> pb.ToLearner:
         return pb.ToLearner(progress=pb.Progress(run_tokens=self.core.tokens, step=self.core.step))
 
-    def _record(self, kind: str, data: dict[str, Any]) -> None:
-        self._entries.append(TapeEntry(time.time(), kind, data))
-        if kind in ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed"):
-            detail = ", ".join(f"{key} {value}" for key, value in data.items() if key not in ("learner", "session"))
-            self._note("event", what=kind.replace("_", " "), island=data.get("learner"), detail=detail)
+    def record(self, kind: str, data: dict[str, Any]) -> None:
+        self._tape.record(kind, data)
+        self._diary.event(kind, data)
 
-    def _note(self, kind: str, **fields: object) -> None:
-        """For people to look at. A disk that cannot take it must not stop the run."""
-        with contextlib.suppress(StoreError):
-            self._metrics.write(kind, **fields)
+    def is_connected(self, name: str, session: str) -> bool:
+        connection = self._connections.get(name)
+        return connection is not None and connection.session == session
+
+    def bytes_moved(self, name: str) -> None:
+        self.core.bytes_moved(name, self.clock.now())
 
     def _wake_at(self, at: float) -> None:
         if self._wake is not None:
@@ -223,29 +193,21 @@ class SyncerServer:
             self.failed.set_exception(task.exception())  # type: ignore[arg-type]
 
     async def _merge(self, order: m.Merge) -> None:
-        deltas = [self._deltas[order.fragment, share.name] for share in order.shares]
+        names = [share.name for share in order.shares]
+        deltas = self._bulk.gathered(order.fragment, names)
         started = self.clock.now()
         try:
-            state, published, written = await self._in(self._mergers, self._compute, order, deltas)
-            await self._commit(written)
+            loop = asyncio.get_running_loop()
+            state, published, written = await loop.run_in_executor(self._mergers, self._compute, order, deltas)
+            await self._tape.commit(written)
         except SkerryError as error:
             self.dispatch(m.StoreFailed(order.fragment, str(error)))
             return
         self.states[order.fragment] = state
-        self._published[order.fragment] = published
-        for share in order.shares:
-            self._deltas.pop((order.fragment, share.name), None)
+        self._bulk.publish(order.fragment, published)
+        self._bulk.merged(order.fragment, names)
         self.dispatch(m.Stored(order.fragment, order.version))
-        total = sum(share.weight for share in order.shares)
-        self._note(
-            "merge",
-            fragment=order.fragment,
-            version=order.version,
-            step=order.step,
-            contributors={share.name: round(share.weight / total, 4) for share in order.shares},
-            asked=order.asked,
-            seconds=round(self.clock.now() - started, 6),
-        )
+        self._diary.merged(order, self.clock.now() - started)
 
     def _compute(self, order: m.Merge, deltas: list[Tensor]) -> tuple[FragmentState, Published, Written]:
         """One merge, off the event loop. A fragment has one merge at a time, so its state stands still meanwhile."""
@@ -260,37 +222,7 @@ class SyncerServer:
             momentum=order.outer_momentum,
             presence=order.presence,
         )
-        return state, self._encode(order.version, state), self.store.write(order, state)
-
-    async def _commit(self, written: Written) -> None:
-        """Merges that become ready while the tape is busy are committed together, in one transaction."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ready.append((written, done))
-        if self._committing is None:
-            self._committing = asyncio.get_running_loop().create_task(self._commit_all())
-        await done
-
-    async def _commit_all(self) -> None:
-        while self._ready:
-            batch, self._ready = self._ready, []
-            for written, _ in batch:
-                shares = [asdict(share) for share in written.order.shares]
-                self._record("merged", {**asdict(written.order), "shares": shares})
-            entries, self._entries = self._entries, []
-            try:
-                await self._in(self._tape, self.store.commit, [w for w, _ in batch], self.core.standing(), entries)
-            except Exception as error:
-                # These merges did not happen; everything else waits for the next write.
-                self._entries = [entry for entry in entries if entry.kind != "merged"] + self._entries
-                for _, done in batch:
-                    done.set_exception(error)
-            else:
-                for _, done in batch:
-                    done.set_result(None)
-        self._committing = None
-
-    async def _in(self, pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+        return state, self._bulk.encode(order.version, state), self.store.write(order, state)
 
     # ------------------------------------------------------------ the service
 
@@ -307,13 +239,13 @@ class SyncerServer:
         return pb.CloseReply()
 
     async def control(self, messages: AsyncIterator[pb.ToSyncer], context: Any) -> AsyncIterator[pb.ToLearner]:
-        first = await _first(messages)
+        first = await first_message(messages)
         try:
             hello = self._check_hello(first)
             connection = self._admit(hello)
         except JoinRefused as refusal:
             name = first.hello.name[:MAX_NAME] if first is not None else ""
-            self._record("refused", {"learner": name, "reason": str(refusal)})
+            self.record("refused", {"learner": name, "reason": str(refusal)})
             yield pb.ToLearner(refusal=pb.Refusal(reason=str(refusal)))
             return
         reader = asyncio.get_running_loop().create_task(self._read(hello.name, connection, messages))
@@ -372,10 +304,10 @@ class SyncerServer:
                     report = message.report
                     learner = self.core.learners[name]
                     if not _plausible(report, learner.step):
-                        self._record("refused", {"learner": name, "reason": "a report with impossible numbers"})
+                        self.record("refused", {"learner": name, "reason": "a report with impossible numbers"})
                         continue
-                    connection.loss = report.loss if report.HasField("loss") else connection.loss
-                    connection.sent_bytes, connection.received_bytes = report.sent_bytes, report.received_bytes
+                    loss = report.loss if report.HasField("loss") else connection.vitals.loss
+                    connection.vitals = Vitals(loss, report.sent_bytes, report.received_bytes)
                     self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s))
                 elif kind == "ready":
                     self.dispatch(m.Ready(name))
@@ -384,97 +316,24 @@ class SyncerServer:
                 elif kind == "leaving":
                     self.dispatch(m.Leaving(name))
                 else:
-                    self._record("refused", {"learner": name, "reason": f"unexpected {kind or 'empty'} message"})
+                    self.record("refused", {"learner": name, "reason": f"unexpected {kind or 'empty'} message"})
         finally:
             # Whatever ended the reading, the stream is of no more use.
             if self._connections.get(name) is connection:
                 connection.end()
 
-    async def upload(self, parts: AsyncIterator[pb.UploadPart], context: Any) -> pb.UploadReply:
-        header: pb.UploadHeader | None = None
-        damaged = False
-        underway: tuple[str, int] | None = None
+    async def bulk(self, messages: AsyncIterator[pb.BulkToSyncer], context: Any) -> None:
+        async def write(message: pb.BulkToLearner) -> None:
+            try:
+                await context.write(message)
+            except grpc.aio.InternalError:
+                raise asyncio.CancelledError from None  # the learner has gone, and reading ends as well
+
         try:
-            assembly: Assembly | None = None
-            async for part in parts:
-                if part.HasField("header"):
-                    if header is not None:
-                        raise WireError("a second header in one upload")
-                    header = part.header
-                    self._check_upload(header)
-                    if (header.name, header.fragment) in self._uploading:
-                        damaged = True
-                        raise WireError(f"another upload of fragment {header.fragment} is under way; try again later")
-                    underway = (header.name, header.fragment)
-                    self._uploading.add(underway)
-                    assembly = Assembly(header.size_bytes, header.checksum)
-                if header is None or assembly is None:
-                    raise WireError("an upload must start with its header")
-                assembly.add(part.chunk)
-                self.core.bytes_moved(header.name, self.clock.now())
-            if header is None or assembly is None:
-                raise WireError("an empty upload")
-            damaged = True
-            data = assembly.finish()
-            damaged = False
-            numel = self.layout.fragments[header.fragment].numel
-            delta = await asyncio.get_running_loop().run_in_executor(None, self._decode, data, numel)
-            # Much may have happened while the bytes were on their way.
-            offer = self._check_upload(header)
-            if delta is None:
-                # Nobody need wait for an answer that cannot be used.
-                self.dispatch(m.NothingToGive(offer.name, offer.fragment, offer.step))
-                raise WireError("the contribution is not finite, or beyond any plausible size")
+            await self._bulk.serve(messages, write)
         except WireError as error:
-            who = {"learner": header.name[:MAX_NAME], "fragment": header.fragment, "step": header.step} if header else {}
-            self._record("refused", {**who, "reason": str(error)})
-            return pb.UploadReply(accepted=False, reason=str(error), damaged=damaged)
-        finally:
-            if underway is not None:
-                self._uploading.discard(underway)
-        self._deltas[offer.fragment, offer.name] = delta
-        self.dispatch(offer)
-        return pb.UploadReply(accepted=True)
-
-    def _check_upload(self, header: pb.UploadHeader) -> m.Contributed:
-        connection = self._connections.get(header.name)
-        if connection is None or connection.session != header.session:
-            raise WireError(f"{header.name!r} is not connected with this session")
-        if max(header.step, header.base, header.steps, header.tokens, header.upto) > MAX_COUNT:
-            raise WireError(f"counts must be at most {MAX_COUNT}")
-        offer = m.Contributed(header.name, header.fragment, header.step, header.base, header.steps, header.tokens, header.upto)
-        reason = self.core.why_refused(offer)
-        if reason is not None:
-            raise WireError(reason)
-        if header.codec != self.sync.send:
-            raise WireError(f"this run's contributions are {self.sync.send}, got {header.codec!r}")
-        size = codecs.codec(self.sync.send).size_bytes(self.layout.fragments[header.fragment].numel)
-        if header.size_bytes != size:
-            raise WireError(f"fragment {header.fragment} is {size} bytes in {self.sync.send}, {header.size_bytes} declared")
-        return offer
-
-    def _decode(self, data: memoryview, numel: int) -> Tensor | None:
-        """The contribution, or None if no merge could digest it."""
-        delta = codecs.codec(self.sync.send).decode(data, numel)
-        # NaN compares false, so it is caught too.
-        return delta if numel == 0 or float(delta.abs().max()) <= MAX_PROGRESS else None
-
-    async def download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadPart]:
-        connection = self._connections.get(request.name)
-        if connection is None or connection.session != request.session:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{request.name!r} is not connected")
-        if request.fragment >= len(self._published):
-            await context.abort(grpc.StatusCode.OUT_OF_RANGE, f"there is no fragment {request.fragment}")
-        published = self._published[request.fragment]
-        if published.version != request.version:
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND,
-                f"fragment {request.fragment} is at version {published.version}, not {request.version}",
-            )
-        header = pb.DownloadHeader(codec=published.codec, size_bytes=len(published.data), checksum=published.checksum)
-        for number, chunk in enumerate(cut(published.data)):
-            yield pb.DownloadPart(header=header if number == 0 else None, chunk=chunk)
-            self.core.bytes_moved(request.name, self.clock.now())
+            self.record("refused", {"reason": str(error)})
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     # ------------------------------------------------------------ running
 
@@ -495,18 +354,9 @@ class SyncerServer:
                     connection.send(progress)
             if self.clock.now() >= metrics_at:
                 metrics_at = self.clock.now() + METRICS_EVERY_S
-                self._write_metrics()
-                await self._flush()
+                self._write_summary()
+                await self._tape.flush()
             await asyncio.sleep(PROGRESS_EVERY_S)
-
-    async def _flush(self) -> None:
-        if not self._entries:
-            return
-        entries, self._entries = self._entries, []
-        try:
-            await self._in(self._tape, self.store.commit, [], self.core.standing(), entries)
-        except SkerryError:
-            self._entries = entries + self._entries
 
     async def hang_up(self) -> None:
         """End every control stream and wait until its handler has seen to it."""
@@ -522,62 +372,16 @@ class SyncerServer:
             self._wake.cancel()
         while self._merging:
             await asyncio.gather(*self._merging, return_exceptions=True)
-        if self._committing is not None:
-            await self._committing
-        self._write_metrics()
-        for _ in range(3):
-            await self._flush()
+        self._write_summary()
         self._mergers.shutdown()
-        self._tape.shutdown()
-        self._metrics.close()
-        self.store.close()
-        if self._entries:
-            raise StoreError(f"the last {len(self._entries)} decisions could not be written to the tape")
+        try:
+            await self._tape.close()
+        finally:
+            self._diary.close()
+            self.store.close()
 
-    def _write_metrics(self) -> None:
-        core, now = self.core, self.clock.now()
-        live = [learner for learner in core.learners.values() if learner.phase in ("training", "leaving")]
-        self._note(
-            "run",
-            phase=core.phase,
-            step=core.step,
-            tokens=core.tokens,
-            budget_tokens=self.sync.budget_tokens,
-            merges=sum(fragment.version for fragment in core.fragments),
-            participation=sum(core.participation) / len(core.participation) if core.participation else None,
-            live=len(live),
-            expected=self.sync.start_with,
-        )
-        for learner in core.learners.values():
-            connection = self._connections.get(learner.name)
-            then, tokens = self._rates.get(learner.name, (self._started, 0))
-            rate = max(0, learner.tokens - tokens) / (now - then) if now > then else 0.0
-            self._rates[learner.name] = (now, learner.tokens)
-            self._note(
-                "island",
-                island=learner.name,
-                state={"leaving": "training", "gone": "left"}.get(learner.phase, learner.phase),
-                step=learner.step,
-                tokens=learner.tokens,
-                tokens_per_s=round(rate, 1),
-                loss=connection.loss if connection else None,
-                weight=round(learner.last_share, 4),
-                merges=learner.merges,
-                sent_bytes=connection.sent_bytes if connection else None,
-                received_bytes=connection.received_bytes if connection else None,
-            )
-
-
-async def _first(messages: AsyncIterator[pb.ToSyncer]) -> pb.ToSyncer | None:
-    async def wait() -> pb.ToSyncer | None:
-        async for message in messages:
-            return message
-        return None
-
-    try:
-        return await asyncio.wait_for(wait(), HELLO_S)
-    except asyncio.TimeoutError:
-        return None
+    def _write_summary(self) -> None:
+        self._diary.summary(self.core, {name: connection.vitals for name, connection in self._connections.items()})
 
 
 def _plausible(report: pb.Report, step_before: int) -> bool:

@@ -33,6 +33,10 @@ class Assembly:
         self._buffer[self._filled : end] = chunk
         self._filled = end
 
+    @property
+    def complete(self) -> bool:
+        return self._filled == len(self._buffer)
+
     def finish(self) -> memoryview:
         if self._filled != len(self._buffer):
             raise WireError(f"truncated: {self._filled} bytes arrived, {len(self._buffer)} were declared")

@@ -19,11 +19,9 @@ class SyncerService(Protocol):
 
     def control(self, messages: AsyncIterator[pb.ToSyncer], context: Any) -> AsyncIterator[pb.ToLearner]: ...
 
-    async def upload(self, parts: AsyncIterator[pb.UploadPart], context: Any) -> pb.UploadReply: ...
+    async def bulk(self, messages: AsyncIterator[pb.BulkToSyncer], context: Any) -> None: ...
 
     async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply: ...
-
-    def download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadPart]: ...
 
 
 def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
@@ -34,14 +32,11 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
         "Control": grpc.stream_stream_rpc_method_handler(
             service.control, pb.ToSyncer.FromString, pb.ToLearner.SerializeToString
         ),
-        "Upload": grpc.stream_unary_rpc_method_handler(
-            service.upload, pb.UploadPart.FromString, pb.UploadReply.SerializeToString
+        "Bulk": grpc.stream_stream_rpc_method_handler(
+            service.bulk, pb.BulkToSyncer.FromString, pb.BulkToLearner.SerializeToString
         ),
         "Close": grpc.unary_unary_rpc_method_handler(
             service.close_run, pb.CloseRequest.FromString, pb.CloseReply.SerializeToString
-        ),
-        "Download": grpc.unary_stream_rpc_method_handler(
-            service.download, pb.DownloadRequest.FromString, pb.DownloadPart.SerializeToString
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
@@ -55,8 +50,5 @@ class SyncerStub:
             f"/{_SERVICE}/Describe", pb.DescribeRequest.SerializeToString, pb.RunDescription.FromString
         )
         self.control = channel.stream_stream(f"/{_SERVICE}/Control", pb.ToSyncer.SerializeToString, pb.ToLearner.FromString)
-        self.upload = channel.stream_unary(f"/{_SERVICE}/Upload", pb.UploadPart.SerializeToString, pb.UploadReply.FromString)
-        self.download = channel.unary_stream(
-            f"/{_SERVICE}/Download", pb.DownloadRequest.SerializeToString, pb.DownloadPart.FromString
-        )
+        self.bulk = channel.stream_stream(f"/{_SERVICE}/Bulk", pb.BulkToSyncer.SerializeToString, pb.BulkToLearner.FromString)
         self.close_run = channel.unary_unary(f"/{_SERVICE}/Close", pb.CloseRequest.SerializeToString, pb.CloseReply.FromString)

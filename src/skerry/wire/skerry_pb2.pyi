@@ -208,76 +208,92 @@ class Progress(_message.Message):
     step: int
     def __init__(self, run_tokens: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
-class UploadPart(_message.Message):
-    __slots__ = ("header", "chunk")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
+class BulkToSyncer(_message.Message):
+    __slots__ = ("hello", "upload", "fetch", "chunk")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
-    header: UploadHeader
+    hello: BulkHello
+    upload: Upload
+    fetch: Fetch
     chunk: bytes
-    def __init__(self, header: _Optional[_Union[UploadHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[BulkHello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
-class UploadHeader(_message.Message):
-    __slots__ = ("name", "session", "fragment", "step", "base", "steps", "tokens", "codec", "size_bytes", "checksum", "upto")
+class BulkHello(_message.Message):
+    __slots__ = ("name", "session")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    session: str
+    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
+
+class Upload(_message.Message):
+    __slots__ = ("fragment", "step", "base", "steps", "tokens", "upto", "codec", "size_bytes", "checksum")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UPTO_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    UPTO_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    session: str
     fragment: int
     step: int
     base: int
     steps: int
     tokens: int
+    upto: int
     codec: str
     size_bytes: int
     checksum: int
-    upto: int
-    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., upto: _Optional[int] = ...) -> None: ...
+    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., upto: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("fragment", "version")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class BulkToLearner(_message.Message):
+    __slots__ = ("reply", "fetched", "chunk")
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    reply: UploadReply
+    fetched: Fetched
+    chunk: bytes
+    def __init__(self, reply: _Optional[_Union[UploadReply, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class UploadReply(_message.Message):
-    __slots__ = ("accepted", "reason", "damaged")
+    __slots__ = ("fragment", "step", "accepted", "reason", "damaged")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    step: int
     accepted: bool
     reason: str
     damaged: bool
-    def __init__(self, accepted: bool = ..., reason: _Optional[str] = ..., damaged: bool = ...) -> None: ...
+    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., damaged: bool = ...) -> None: ...
 
-class DownloadRequest(_message.Message):
-    __slots__ = ("name", "session", "fragment", "version")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
+class Fetched(_message.Message):
+    __slots__ = ("fragment", "version", "codec", "size_bytes", "checksum", "reason")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    session: str
-    fragment: int
-    version: int
-    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
-
-class DownloadPart(_message.Message):
-    __slots__ = ("header", "chunk")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    header: DownloadHeader
-    chunk: bytes
-    def __init__(self, header: _Optional[_Union[DownloadHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
-
-class DownloadHeader(_message.Message):
-    __slots__ = ("codec", "size_bytes", "checksum")
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
     codec: str
     size_bytes: int
     checksum: int
-    def __init__(self, codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -22,8 +23,8 @@ def wire_errors() -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise WireError(f"{error.code().name.lower()}: {error.details()}") from None
-    except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
-        raise WireError(str(error)) from None
+    except (grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError) as error:
+        raise WireError(str(error) or "the stream has ended") from None
     except asyncio.CancelledError:
         # A channel that is closed cancels its calls; then it is the connection that ended, not the caller. Before Python
         # 3.11 a task cannot tell, and callers that cancel keep a flag.
@@ -38,43 +39,163 @@ async def describe(stub: SyncerStub, protocol: int, timeout_s: float = 10.0) -> 
         return await stub.describe(pb.DescribeRequest(protocol=protocol), timeout=timeout_s)
 
 
-async def upload(stub: SyncerStub, header: pb.UploadHeader, data: memoryview, sent: Callable[[int], None]) -> pb.UploadReply:
-    """Send one contribution. The syncer may answer before it has everything, if it does not want it."""
-    with wire_errors():
-        call = stub.upload()
-        with contextlib.suppress(asyncio.InvalidStateError):  # it has answered already
-            for number, chunk in enumerate(cut(data)):
-                await call.write(pb.UploadPart(header=header if number == 0 else None, chunk=chunk))
-                sent(len(chunk))
-            await call.done_writing()
-        reply: pb.UploadReply = await call
-        return reply
+@dataclass
+class _Fetch:
+    """A version on its way here."""
 
-
-async def download(
-    stub: SyncerStub,
-    request: pb.DownloadRequest,
-    check: Callable[[pb.DownloadHeader], None],
-    received: Callable[[int], None],
-) -> tuple[str, memoryview]:
-    """Fetch one version. `check` is called with what is declared, before memory is set aside for it."""
-    header: pb.DownloadHeader | None = None
+    fragment: int
+    version: int
+    check: Callable[[pb.Fetched], None]
+    received: Callable[[int], None]
+    done: asyncio.Future[tuple[str, memoryview]]
+    codec: str = ""
     assembly: Assembly | None = None
-    with wire_errors():
-        async for message in stub.download(request):
-            if message.HasField("header"):
-                if header is not None:
-                    raise WireError("a second header in one download")
-                header = message.header
-                check(header)
-                assembly = Assembly(header.size_bytes, header.checksum)
-            if assembly is None:
-                raise WireError("a download must start with its header")
-            received(len(message.chunk))
-            assembly.add(message.chunk)
-    if assembly is None or header is None:
-        raise WireError("an empty download")
-    return header.codec, assembly.finish()
+
+    def fail(self, error: WireError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+def _forget(future: asyncio.Future[Any]) -> None:
+    """Nobody will ask what became of it."""
+    if not future.cancel() and not future.cancelled():
+        future.exception()
+
+
+class Lane:
+    """A learner's bulk stream. It is opened when first used, and again when it broke; what was under way then fails."""
+
+    def __init__(self, stub: SyncerStub, name: str, session: str) -> None:
+        self._stub = stub
+        self._hello = pb.BulkHello(name=name, session=session)
+        self._call: Any = None
+        self._reader: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+        self._uploading = asyncio.Lock()
+        self._replies: dict[tuple[int, int], asyncio.Future[pb.UploadReply]] = {}
+        self._fetches: deque[_Fetch] = deque()
+        self._arriving: _Fetch | None = None
+
+    async def upload(self, header: pb.Upload, data: memoryview, sent: Callable[[int], None]) -> pb.UploadReply:
+        """Send one contribution. The syncer may answer before it has everything, if it does not want it."""
+        key = (header.fragment, header.step)
+        async with self._uploading:
+            async with self._writing:
+                call = await self._open()
+            reply: asyncio.Future[pb.UploadReply] = asyncio.get_running_loop().create_future()
+            self._replies[key] = reply
+            try:
+                for number, chunk in enumerate(cut(data)):
+                    if reply.done():
+                        break
+                    # A request to fetch something may go in between.
+                    async with self._writing:
+                        with wire_errors():
+                            await call.write(pb.BulkToSyncer(upload=header if number == 0 else None, chunk=chunk))
+                    sent(len(chunk))
+            except BaseException:
+                self._replies.pop(key, None)
+                _forget(reply)
+                raise
+        return await reply
+
+    async def fetch(
+        self, fragment: int, version: int, check: Callable[[pb.Fetched], None], received: Callable[[int], None]
+    ) -> tuple[str, memoryview]:
+        """Fetch one version. `check` is called with what is declared, before memory is set aside for it."""
+        fetch = _Fetch(fragment, version, check, received, asyncio.get_running_loop().create_future())
+        async with self._writing:
+            call = await self._open()
+            self._fetches.append(fetch)
+            try:
+                with wire_errors():
+                    await call.write(pb.BulkToSyncer(fetch=pb.Fetch(fragment=fragment, version=version)))
+            except BaseException:
+                _forget(fetch.done)
+                raise
+        return await fetch.done
+
+    async def close(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _open(self) -> Any:
+        if self._call is None:
+            with wire_errors():
+                call = self._call = self._stub.bulk()
+                self._reader = asyncio.get_running_loop().create_task(self._read(call))
+                await call.write(pb.BulkToSyncer(hello=self._hello))
+        return self._call
+
+    async def _read(self, call: Any) -> None:
+        ended = WireError("the syncer ended the bulk stream")
+        try:
+            with wire_errors():
+                while (message := await call.read()) is not grpc.aio.EOF:
+                    self._received(message)
+        except WireError as error:
+            ended = error
+        finally:
+            call.cancel()
+            self._call = None
+            fetches = [*self._fetches, *([self._arriving] if self._arriving else [])]
+            replies = list(self._replies.values())
+            self._fetches.clear()
+            self._replies.clear()
+            self._arriving = None
+            for fetch in fetches:
+                fetch.fail(ended)
+            for reply in replies:
+                if not reply.done():
+                    reply.set_exception(ended)
+
+    def _received(self, message: pb.BulkToLearner) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "reply":
+            waiting = self._replies.pop((message.reply.fragment, message.reply.step), None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message.reply)
+            return
+        if kind == "fetched":
+            self._begin_fetch(message.fetched)
+        fetch = self._arriving
+        if fetch is None:
+            return  # the rest of something that was found to be wrong
+        assert fetch.assembly is not None
+        fetch.received(len(message.chunk))
+        try:
+            fetch.assembly.add(message.chunk)
+            if fetch.assembly.complete:
+                self._arriving = None
+                data = fetch.assembly.finish()
+                if not fetch.done.done():
+                    fetch.done.set_result((fetch.codec, data))
+        except WireError as error:
+            self._arriving = None
+            fetch.fail(error)
+
+    def _begin_fetch(self, header: pb.Fetched) -> None:
+        if self._arriving is not None:
+            self._arriving.fail(WireError(f"fragment {self._arriving.fragment} was cut short by another"))
+            self._arriving = None
+        fetch = self._fetches.popleft() if self._fetches else None
+        if fetch is None or (fetch.fragment, fetch.version) != (header.fragment, header.version):
+            if fetch is not None:
+                fetch.fail(WireError("another fragment was sent"))
+            raise WireError(f"version {header.version} of fragment {header.fragment} was sent without being asked for")
+        if header.reason:
+            fetch.fail(WireError(header.reason))
+            return
+        try:
+            fetch.check(header)
+        except WireError as error:
+            fetch.fail(error)
+            return
+        fetch.codec, fetch.assembly = header.codec, Assembly(header.size_bytes, header.checksum)
+        self._arriving = fetch
 
 
 class ControlStream:
@@ -93,7 +214,7 @@ class ControlStream:
         self._filled.set()
 
     async def _write(self) -> None:
-        with contextlib.suppress(WireError, asyncio.InvalidStateError):  # the reading side finds out why
+        with contextlib.suppress(WireError):  # the reading side finds out why
             while True:
                 await self._filled.wait()
                 while self._outbox:

@@ -1,0 +1,289 @@
+"""Bulk data as the syncer handles it: contributions are received, checked and decoded; published versions are handed out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from skerry.config import SyncConfig
+from skerry.core import codec as codecs
+from skerry.core import messages as m
+from skerry.core.fragment import Layout
+from skerry.core.merge import FragmentState
+from skerry.core.syncer import SyncerCore
+from skerry.errors import WireError
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import Assembly, cut
+
+MAX_COUNT = 1 << 53
+MAX_PROGRESS = 1e12
+"""No element of a sane contribution is larger; sums and outer steps of such values stay finite in fp32."""
+MAX_NAME = 200
+HELLO_S = 30.0
+LANE_QUEUE = 64
+"""Answers that wait to be sent on one lane. While there are as many, nothing more is read from it."""
+
+Message = TypeVar("Message")
+Write = Callable[[pb.BulkToLearner], Awaitable[None]]
+
+
+class Host(Protocol):
+    """What bulk data needs to know and to tell."""
+
+    core: SyncerCore
+
+    def is_connected(self, name: str, session: str) -> bool: ...
+    def bytes_moved(self, name: str) -> None: ...
+    def dispatch(self, event: m.Event) -> None: ...
+    def record(self, kind: str, data: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version as every learner fetches it: encoded once."""
+
+    version: int
+    codec: str
+    data: memoryview
+    checksum: int
+
+
+class Bulk:
+    def __init__(self, layout: Layout, sync: SyncConfig, fixed: bytes, host: Host) -> None:
+        self._layout = layout
+        self._sync = sync
+        self._host = host
+        self._codec = codecs.codec(sync.send)
+        self._published: list[Published | None] = [None] * len(layout.fragments)
+        self._published.append(Published(0, "safetensors", memoryview(fixed), codecs.checksum(fixed)))
+        self._deltas: dict[tuple[int, str], Tensor] = {}
+        self._under_way: set[tuple[str, int]] = set()
+
+    # ------------------------------------------------------------ what merging needs
+
+    def encode(self, version: int, state: FragmentState) -> Published:
+        data = codecs.codec(self._sync.publish).encode(state.values)
+        return Published(version, self._sync.publish, data, codecs.checksum(data))
+
+    def publish(self, fragment: int, published: Published) -> None:
+        self._published[fragment] = published
+
+    def gathered(self, fragment: int, names: Sequence[str]) -> list[Tensor]:
+        return [self._deltas[fragment, name] for name in names]
+
+    def merged(self, fragment: int, names: Sequence[str]) -> None:
+        for name in names:
+            self._deltas.pop((fragment, name), None)
+
+    # ------------------------------------------------------------ a learner's stream
+
+    async def serve(self, messages: AsyncIterator[pb.BulkToSyncer], write: Write) -> None:
+        first = await first_message(messages)
+        if first is None or first.WhichOneof("message") != "hello":
+            raise WireError("the first message of a bulk stream must say who speaks")
+        lane = _Lane(self, first.hello.name, first.hello.session)
+        sender = asyncio.get_running_loop().create_task(self._send(lane, write))
+        try:
+            await lane.read(messages)
+            await sender
+        finally:
+            sender.cancel()
+
+    async def _send(self, lane: _Lane, write: Write) -> None:
+        while (item := await lane.outbox.get()) is not None:
+            if isinstance(item, pb.UploadReply):
+                await write(pb.BulkToLearner(reply=item))
+                continue
+            header, data = self._find(lane.name, lane.session, item)
+            if header.reason:
+                await write(pb.BulkToLearner(fetched=header))
+                continue
+            for number, chunk in enumerate(cut(data)):
+                await write(pb.BulkToLearner(fetched=header if number == 0 else None, chunk=chunk))
+                self.bytes_moved(lane.name)
+
+    def _find(self, name: str, session: str, wanted: pb.Fetch) -> tuple[pb.Fetched, memoryview]:
+        header = pb.Fetched(fragment=wanted.fragment, version=wanted.version)
+        nothing = memoryview(b"")
+        if not self._host.is_connected(name, session):
+            header.reason = f"{name[:MAX_NAME]!r} is not connected with this session"
+            return header, nothing
+        if wanted.fragment >= len(self._published):
+            header.reason = f"there is no fragment {wanted.fragment}"
+            return header, nothing
+        published = self._published[wanted.fragment]
+        assert published is not None
+        if published.version != wanted.version:
+            header.reason = f"fragment {wanted.fragment} is at version {published.version}, not {wanted.version}"
+            return header, nothing
+        header.codec, header.size_bytes, header.checksum = published.codec, len(published.data), published.checksum
+        return header, published.data
+
+    # ------------------------------------------------------------ contributions
+
+    def check(self, name: str, session: str, header: pb.Upload) -> m.Contributed:
+        if not self._host.is_connected(name, session):
+            raise WireError(f"{name[:MAX_NAME]!r} is not connected with this session")
+        if max(header.step, header.base, header.steps, header.tokens, header.upto) > MAX_COUNT:
+            raise WireError(f"counts must be at most {MAX_COUNT}")
+        offer = m.Contributed(name, header.fragment, header.step, header.base, header.steps, header.tokens, header.upto)
+        reason = self._host.core.why_refused(offer)
+        if reason is not None:
+            raise WireError(reason)
+        if header.codec != self._sync.send:
+            raise WireError(f"this run's contributions are {self._sync.send}, got {header.codec!r}")
+        size = self._codec.size_bytes(self._layout.fragments[header.fragment].numel)
+        if header.size_bytes != size:
+            raise WireError(f"fragment {header.fragment} is {size} bytes in {self._sync.send}, {header.size_bytes} declared")
+        return offer
+
+    def claim(self, name: str, fragment: int) -> bool:
+        """Whether this learner may send this fragment now: not if it is sending it already."""
+        if (name, fragment) in self._under_way:
+            return False
+        self._under_way.add((name, fragment))
+        return True
+
+    def release(self, name: str, fragment: int) -> None:
+        self._under_way.discard((name, fragment))
+
+    def bytes_moved(self, name: str) -> None:
+        self._host.bytes_moved(name)
+
+    def refused(self, name: str, header: pb.Upload | None, reason: str) -> None:
+        what = {"fragment": header.fragment, "step": header.step} if header is not None else {}
+        self._host.record("refused", {"learner": name[:MAX_NAME], **what, "reason": reason})
+
+    async def take(self, name: str, session: str, header: pb.Upload, data: memoryview) -> None:
+        """A whole contribution has arrived: decode it and hand it to the state machine."""
+        numel = self._layout.fragments[header.fragment].numel
+        delta = await asyncio.get_running_loop().run_in_executor(None, self._decode, data, numel)
+        # Much may have happened meanwhile.
+        offer = self.check(name, session, header)
+        if delta is None:
+            # Nobody need wait for an answer that cannot be used.
+            self._host.dispatch(m.NothingToGive(offer.name, offer.fragment, offer.step))
+            raise WireError("the contribution is not finite, or beyond any plausible size")
+        self._deltas[offer.fragment, offer.name] = delta
+        self._host.dispatch(offer)
+
+    def _decode(self, data: memoryview, numel: int) -> Tensor | None:
+        """The contribution, or None if no merge could digest it."""
+        delta = self._codec.decode(data, numel)
+        # NaN compares false, so it is caught too.
+        return delta if numel == 0 or float(delta.abs().max()) <= MAX_PROGRESS else None
+
+
+class _Lane:
+    """One bulk stream, from a learner's first word to its last."""
+
+    def __init__(self, bulk: Bulk, name: str, session: str) -> None:
+        self.name, self.session = name, session
+        self.outbox: asyncio.Queue[pb.UploadReply | pb.Fetch | None] = asyncio.Queue(LANE_QUEUE)
+        self._bulk = bulk
+        self._header: pb.Upload | None = None
+        self._assembly: Assembly | None = None
+        self._decoding: set[asyncio.Task[None]] = set()
+
+    async def read(self, messages: AsyncIterator[pb.BulkToSyncer]) -> None:
+        try:
+            async for message in messages:
+                kind = message.WhichOneof("message")
+                if kind == "hello":
+                    raise WireError("a second hello on one bulk stream")
+                if kind == "fetch":
+                    await self.outbox.put(message.fetch)
+                    continue
+                if kind == "upload":
+                    await self._end_early()
+                    await self._begin(message.upload)
+                elif self._header is None:
+                    await self._refuse(None, WireError("an upload must start with its header"))
+                await self._add(message.chunk)
+            await self._end_early()
+            await asyncio.gather(*self._decoding)
+            await self.outbox.put(None)
+        finally:
+            # What is half here will not be finished. What is being decoded has arrived, and counts.
+            self._drop()
+
+    async def _refuse(self, header: pb.Upload | None, error: WireError, damaged: bool = False) -> None:
+        self._bulk.refused(self.name, header, str(error))
+        fragment, step = (header.fragment, header.step) if header is not None else (0, 0)
+        await self.outbox.put(pb.UploadReply(fragment=fragment, step=step, reason=str(error), damaged=damaged))
+
+    def _drop(self) -> None:
+        """Nothing more is wanted of the contribution begun last: its chunks are passed over until another begins."""
+        if self._assembly is not None and self._header is not None:
+            self._bulk.release(self.name, self._header.fragment)
+        self._assembly = None
+
+    async def _begin(self, header: pb.Upload) -> None:
+        self._header = header
+        try:
+            self._bulk.check(self.name, self.session, header)
+        except WireError as error:
+            await self._refuse(header, error)
+            return
+        if not self._bulk.claim(self.name, header.fragment):
+            busy = WireError(f"another upload of fragment {header.fragment} is under way; try again later")
+            await self._refuse(header, busy, damaged=True)
+            return
+        self._assembly = Assembly(header.size_bytes, header.checksum)
+
+    async def _add(self, chunk: bytes) -> None:
+        if self._assembly is None or self._header is None:
+            return
+        try:
+            self._assembly.add(chunk)
+        except WireError as error:
+            self._drop()
+            await self._refuse(self._header, error)
+            return
+        self._bulk.bytes_moved(self.name)
+        if self._assembly.complete:
+            await self._finish(self._header, self._assembly)
+
+    async def _end_early(self) -> None:
+        if self._assembly is not None and self._header is not None:
+            await self._finish(self._header, self._assembly)
+
+    async def _finish(self, header: pb.Upload, assembly: Assembly) -> None:
+        self._header = self._assembly = None
+        try:
+            data = assembly.finish()
+        except WireError as error:
+            self._bulk.release(self.name, header.fragment)
+            await self._refuse(header, error, damaged=True)
+            return
+        task = asyncio.get_running_loop().create_task(self._take(header, data))
+        self._decoding.add(task)
+        task.add_done_callback(self._decoding.discard)
+
+    async def _take(self, header: pb.Upload, data: memoryview) -> None:
+        try:
+            await self._bulk.take(self.name, self.session, header, data)
+        except WireError as error:
+            await self._refuse(header, error)
+        else:
+            await self.outbox.put(pb.UploadReply(fragment=header.fragment, step=header.step, accepted=True))
+        finally:
+            self._bulk.release(self.name, header.fragment)
+
+
+async def first_message(messages: AsyncIterator[Message]) -> Message | None:
+    """None if the stream ends without a word, or stays silent."""
+
+    async def wait() -> Message | None:
+        async for message in messages:
+            return message
+        return None
+
+    try:
+        return await asyncio.wait_for(wait(), HELLO_S)
+    except asyncio.TimeoutError:
+        return None

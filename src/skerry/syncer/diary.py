@@ -1,0 +1,92 @@
+"""What the syncer writes to `metrics.jsonl`, for people to look at. A disk that cannot take it must not stop the run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skerry.clock import Clock
+from skerry.core import messages as m
+from skerry.core.syncer import SyncerCore
+from skerry.errors import StoreError
+from skerry.metrics import MetricsWriter
+
+EVENTS = ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed")
+
+
+@dataclass
+class Vitals:
+    """What a learner last said of itself, for display."""
+
+    loss: float | None = None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Diary:
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self._writer = MetricsWriter(folder / "metrics.jsonl")
+        self._clock = clock
+        self._started = clock.now()
+        self._counts: dict[str, tuple[float, int]] = {}
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _note(self, kind: str, **fields: object) -> None:
+        with contextlib.suppress(StoreError):
+            self._writer.write(kind, **fields)
+
+    def event(self, kind: str, data: dict[str, Any]) -> None:
+        if kind in EVENTS:
+            detail = ", ".join(f"{key} {value}" for key, value in data.items() if key not in ("learner", "session"))
+            self._note("event", what=kind.replace("_", " "), island=data.get("learner"), detail=detail)
+
+    def merged(self, order: m.Merge, seconds: float) -> None:
+        total = sum(share.weight for share in order.shares)
+        self._note(
+            "merge",
+            fragment=order.fragment,
+            version=order.version,
+            step=order.step,
+            contributors={share.name: round(share.weight / total, 4) for share in order.shares},
+            asked=order.asked,
+            seconds=round(seconds, 6),
+        )
+
+    def summary(self, core: SyncerCore, vitals: Mapping[str, Vitals]) -> None:
+        """The run and every learner, as they are now."""
+        now = self._clock.now()
+        live = [learner for learner in core.learners.values() if learner.phase in ("training", "leaving")]
+        self._note(
+            "run",
+            phase=core.phase,
+            step=core.step,
+            tokens=core.tokens,
+            budget_tokens=core.sync.budget_tokens,
+            merges=sum(fragment.version for fragment in core.fragments),
+            participation=sum(core.participation) / len(core.participation) if core.participation else None,
+            live=len(live),
+            expected=core.sync.start_with,
+        )
+        for learner in core.learners.values():
+            then, tokens = self._counts.get(learner.name, (self._started, 0))
+            rate = max(0, learner.tokens - tokens) / (now - then) if now > then else 0.0
+            self._counts[learner.name] = (now, learner.tokens)
+            said = vitals.get(learner.name)
+            self._note(
+                "island",
+                island=learner.name,
+                state={"leaving": "training", "gone": "left"}.get(learner.phase, learner.phase),
+                step=learner.step,
+                tokens=learner.tokens,
+                tokens_per_s=round(rate, 1),
+                loss=said.loss if said else None,
+                weight=round(learner.last_share, 4),
+                merges=learner.merges,
+                sent_bytes=said.sent_bytes if said else None,
+                received_bytes=said.received_bytes if said else None,
+            )
