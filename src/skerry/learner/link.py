@@ -78,7 +78,7 @@ class Link:
         self._pump_pending = False
         self._answering = False
         self._reported_at = -1.0
-        self._reported: tuple[int, int] | None = None
+        self._to_report = False
         self._stream: transfer.ControlStream | None = None
         self._lane: transfer.Lane | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -111,12 +111,16 @@ class Link:
             with self.changed:
                 exchange.stop()
         late = self._clock.now() - self._reported_at >= REPORT_EVERY_S
-        if late or exchange.has_questions() or exchange.schedule.due(exchange.step):
+        if late or exchange.schedule.due(exchange.step):
+            self._to_report = True
+            self.wake()
+        elif exchange.has_questions():
             self.wake()
 
     def leave(self) -> None:
         with self.changed:
             self.leaving = True
+            self._to_report = True
         self._call(self._say_leaving)
 
     def close(self) -> None:
@@ -285,11 +289,12 @@ class Link:
             elif kind == "announce":
                 note = message.announce
                 exchange.announced(Version(note.fragment, note.version, note.step, note.counted))
+                self._told(note.run_tokens)
             elif kind == "stop":
                 exchange.stop()
+                self._to_report = True
             elif kind == "progress":
-                self.run_tokens = max(self.run_tokens, message.progress.run_tokens)
-                self._told_at = exchange.totals.tokens
+                self._told(message.progress.run_tokens)
             elif kind == "goodbye" and message.goodbye.final:
                 self.goodbye = message.goodbye.reason
                 if message.goodbye.expected:
@@ -299,6 +304,11 @@ class Link:
             self.changed.notify_all()
         if kind in ("welcome", "ask", "announce", "stop", "begin"):
             self._pump()
+
+    def _told(self, run_tokens: int) -> None:
+        assert self.exchange is not None
+        self.run_tokens = max(self.run_tokens, run_tokens)
+        self._told_at = self.exchange.totals.tokens
 
     def _send(self, message: pb.ToSyncer) -> None:
         if self._stream is not None:
@@ -327,9 +337,10 @@ class Link:
             self._answering = True
             self._spawn(self._answer())
         wait = self._reported_at + REPORT_PAUSE_S - self._clock.now()
+        if not self._to_report:
+            return
         if wait <= 0:
-            if self._reported != (exchange.step, exchange.totals.tokens):
-                self._report()
+            self._report()
         elif not self._pump_pending:
             self._pump_pending = True
             self._loop.call_later(wait, self._guarded, self._pump)
@@ -339,6 +350,7 @@ class Link:
         if exchange is None or not self.connected:
             return
         with self.changed:
+            self._to_report = False
             report = pb.Report(
                 step=exchange.step,
                 tokens=exchange.totals.tokens,
@@ -348,7 +360,6 @@ class Link:
                 received_bytes=self.received_bytes,
             )
         self._reported_at = self._clock.now()
-        self._reported = (report.step, report.tokens)
         self._send(pb.ToSyncer(report=report))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -375,8 +386,12 @@ class Link:
     # ------------------------------------------------------------ contributions
 
     async def _answer(self) -> None:
+        assert self.replica is not None
         try:
-            gives, nothings = await self._off_loop(self._take_snapshots)
+            if self.replica.quick and self.replica.gate.acquire(blocking=False):
+                gives, nothings = self._take_snapshots()
+            else:
+                gives, nothings = await self._off_loop(self._wait_for_snapshots)
         finally:
             self._answering = False
         for question in nothings:
@@ -387,15 +402,20 @@ class Link:
         if gives:
             await self._upload(*gives[0])
 
-    def _take_snapshots(self) -> tuple[list[tuple[Give, memoryview, int]], list[Question]]:
-        """Copies of one moment between two optimizer steps, for every question that can be answered; then encoded."""
-        assert self.exchange is not None and self.replica is not None
-        taken: list[tuple[Give, Arrival]] = []
-        nothings: list[Question] = []
+    def _wait_for_snapshots(self) -> tuple[list[tuple[Give, memoryview, int]], list[Question]]:
+        assert self.replica is not None
         while not self.replica.gate.acquire(timeout=GATE_S):
             # After an exception inside optimizer.step() the gate stays closed until the next step, if there is one.
             if self._closing:
                 return [], []
+        return self._take_snapshots()
+
+    def _take_snapshots(self) -> tuple[list[tuple[Give, memoryview, int]], list[Question]]:
+        """With the gate held, which is let go: copies of one moment between two optimizer steps, for every question that can
+        be answered; then encoded."""
+        assert self.exchange is not None and self.replica is not None
+        taken: list[tuple[Give, Arrival]] = []
+        nothings: list[Question] = []
         try:
             with self.changed:
                 for answer in self.exchange.answers():
@@ -494,7 +514,7 @@ class Link:
             values = codecs.codec(name).decode(data, replica.layout.fragments[fragment].numel)
             return replica.prepare(fragment, values, since_step)
 
-        prepared = await self._off_loop(decode)
+        prepared = decode() if replica.quick else await self._off_loop(decode)
         with self.changed:
             if exchange.fetched(version):
                 self.prepared[fragment] = prepared

@@ -21,6 +21,8 @@ from skerry.core.fragment import Fragment, Layout
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError
 
+QUICK_NUMEL = 1 << 19
+
 Arrival = Callable[[], tuple[Tensor, Tensor]]
 """Waits for a snapshot's copy to arrive on the host, then gives (base, values)."""
 
@@ -56,6 +58,8 @@ class Replica:
             raise ConfigError(f"all trained tensors of an island must be on one CPU or CUDA device, got {names}")
         self.device = next(iter(devices))
         self._cuda = self.device.type == "cuda"
+        self.quick = not self._cuda and max(fragment.numel for fragment in layout.fragments) <= QUICK_NUMEL
+        """To copy a fragment takes less time than to have another thread do it."""
         self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._written: Any = None
         self._being_read: list[Any] = []

@@ -50,8 +50,12 @@ class Connection:
     session: str
     outbox: asyncio.Queue[pb.ToLearner | None] = field(default_factory=lambda: asyncio.Queue(CONTROL_QUEUE))
     vitals: Vitals = field(default_factory=Vitals)
+    told: bool = False
+    """It has heard lately how far the run is."""
 
     def send(self, message: pb.ToLearner) -> None:
+        if message.WhichOneof("message") in ("announce", "progress"):
+            self.told = True
         try:
             self.outbox.put_nowait(message)
         except asyncio.QueueFull:
@@ -133,6 +137,7 @@ class SyncerServer:
                     version=action.version,
                     step=action.step,
                     counted=counted,
+                    run_tokens=self.core.tokens,
                 )
                 self._send(name, pb.ToLearner(announce=announce))
         elif isinstance(action, m.Merge):
@@ -350,8 +355,9 @@ class SyncerServer:
         while True:
             progress = self._progress()
             for connection in list(self._connections.values()):
-                if connection.outbox.qsize() < CONTROL_QUEUE // 2:
+                if not connection.told and connection.outbox.qsize() < CONTROL_QUEUE // 2:
                     connection.send(progress)
+                connection.told = False
             if self.clock.now() >= metrics_at:
                 metrics_at = self.clock.now() + METRICS_EVERY_S
                 self._write_summary()

@@ -175,16 +175,18 @@ class Ask(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., min_base: _Optional[int] = ...) -> None: ...
 
 class Announce(_message.Message):
-    __slots__ = ("fragment", "version", "step", "counted")
+    __slots__ = ("fragment", "version", "step", "counted", "run_tokens")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
+    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
     step: int
     counted: int
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., counted: _Optional[int] = ...) -> None: ...
+    run_tokens: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., counted: _Optional[int] = ..., run_tokens: _Optional[int] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ()
