@@ -329,13 +329,25 @@ def test_the_quorum_opens_a_grace_window_that_a_late_one_may_use() -> None:
     assert merge.presence == pytest.approx(2 / 3)
 
 
-def test_nothing_is_left_of_the_grace_window_when_exchanges_take_all_their_time() -> None:
-    run = running("a", "b", quorum=1, overlap=1, grace=0.9)
+def test_when_an_exchange_takes_longer_than_it_may_a_merge_waits_as_long_again() -> None:
+    """Else every merge of a run with short steps would hold the first answer alone."""
+    run = running("a", "b", quorum=1, overlap=1, grace=0.5)
     for name in "ab":
         run.report(name, 3, step_time_s=1.0)
     run.report("a", 4)
-    run.now = 5.0
-    assert len(of(Merge, run.give("a"))) == 1
+    run.now = 1.5
+    assert of(WakeAt, run.give("a")) == [WakeAt(1.5 + 0.5 * 1.5)]
+    run.now = 2.0
+    assert len(of(Merge, run.give("b"))) == 1
+
+
+def test_but_no_longer_than_half_the_time_between_two_merges() -> None:
+    run = running("a", "b", quorum=1, overlap=1, grace=0.5)
+    for name in "ab":
+        run.report(name, 3, step_time_s=1.0)
+    run.report("a", 4)
+    run.now = 9.0
+    assert of(WakeAt, run.give("a")) == [WakeAt(9.0 + 0.5 * 4 / 2 * 1.0)]
 
 
 def test_the_time_to_merge_and_store_is_taken_off_the_next_grace_window() -> None:
@@ -343,10 +355,10 @@ def test_the_time_to_merge_and_store_is_taken_off_the_next_grace_window() -> Non
     for name in "ab":
         run.report(name, 3, step_time_s=1.0)
     run.report("a", 4), run.give("a"), run.give("b")
-    run.now = 3.0
+    run.now = 1.0
     run.store()
     run.report("a", 8)
-    assert of(WakeAt, run.give("a")) == [WakeAt(3.0 + 0.5 * (4.0 - 3.0))]
+    assert of(WakeAt, run.give("a")) == [WakeAt(1.0 + 0.5 * (4.0 - 1.0))]
 
 
 def test_a_contribution_after_the_merge_was_ordered_is_refused_and_the_next_round_takes_it() -> None:

@@ -21,10 +21,12 @@ class MovingAverage:
 
 @dataclass
 class GraceWindow:
-    """grace = γ · max(τ · step_time − (quorum_time + sync_time), 0).
+    """grace = γ · max(τ · step_time − taken, min(taken, H/2 · step_time)), with taken = quorum_time + sync_time.
 
     An exchange may take τ inner steps. What is left of that time after gathering the quorum and after merging, storing
-    and announcing is free to be spent on waiting for slower learners.
+    and announcing is free to be spent on waiting for slower learners. Where steps are so short that nothing is left, a merge
+    waits as long as the exchange takes by itself: it is late in any case, and to be twice as late costs less than to
+    merge the first answer alone and lose what the others were about to give.
     """
 
     share: float
@@ -32,6 +34,7 @@ class GraceWindow:
     quorum_time: MovingAverage = field(default_factory=MovingAverage)
     sync_time: MovingAverage = field(default_factory=MovingAverage)
 
-    def seconds(self, step_time_s: float) -> float:
-        slack = self.overlap * step_time_s - (self.quorum_time.get() + self.sync_time.get())
-        return self.share * max(slack, 0.0)
+    def seconds(self, step_time_s: float, every: int) -> float:
+        taken = self.quorum_time.get() + self.sync_time.get()
+        spare = self.overlap * step_time_s - taken
+        return self.share * max(spare, min(taken, every / 2 * step_time_s))

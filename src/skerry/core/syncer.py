@@ -485,7 +485,8 @@ class SyncerCore:
             if gathering.quorum_at is None and len(gathering.arrived) >= quorum:
                 gathering.quorum_at = now
                 self.grace.quorum_time.add(now - gathering.opened_at)
-                gathering.deadline = now + self.grace.seconds(self._step_time())
+                every = self.schedule.stage(gathering.step).every
+                gathering.deadline = now + self.grace.seconds(self._step_time(), every)
             if not missing or (now >= self._deadline(gathering)):
                 self._order_merge(index, fragment, gathering, now, actions)
 
