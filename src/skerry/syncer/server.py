@@ -8,6 +8,7 @@ drain it is cut off rather than held for.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,9 @@ LINGER_S = (0.5, 10.0)
 """How long an ended run is still served: if everyone has heard of the end, and if somebody may come back."""
 MERGERS = 4
 """Merges computed and written at a time: writing waits for the disk more than it computes."""
+TOLD = ("fault", "healed", "restarted")
+"""What may be put on the tape from outside."""
+MAX_TOLD = 4096
 MAX_STEPS_AT_ONCE = 1_000_000
 """A learner cannot have taken more steps than this between two reports."""
 
@@ -238,10 +242,25 @@ class SyncerServer:
         )
 
     async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply:
-        if request.run_id != self.store.identity.run_id:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this syncer serves another run")
+        await self._check_run(request.run_id, context)
         self.dispatch(m.CloseRequested())
         return pb.CloseReply()
+
+    async def tell(self, request: pb.TellRequest, context: Any) -> pb.TellReply:
+        await self._check_run(request.run_id, context)
+        try:
+            data = json.loads(request.data_json[:MAX_TOLD])
+        except ValueError:
+            data = None
+        if request.kind not in TOLD or not isinstance(data, dict):
+            reason = f"told must be one of {', '.join(TOLD)}, with a JSON object of at most {MAX_TOLD} bytes"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+        self.record(request.kind, data)
+        return pb.TellReply()
+
+    async def _check_run(self, run_id: str, context: Any) -> None:
+        if run_id != self.store.identity.run_id:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this syncer serves another run")
 
     async def control(self, messages: AsyncIterator[pb.ToSyncer], context: Any) -> AsyncIterator[pb.ToLearner]:
         first = await first_message(messages)

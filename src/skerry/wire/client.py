@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from typing import Any
 
 from skerry.config import Config, from_json
 from skerry.errors import JoinRefused, WireError
@@ -38,6 +40,19 @@ def close_run(address: str, tls: TLS | None, timeout_s: float = 10.0) -> None:
         async with open_channel(address, tls) as channel:
             with transfer.wire_errors():
                 await SyncerStub(channel).close_run(pb.CloseRequest(run_id=run_id), timeout=timeout_s)
+
+    asyncio.run(ask())
+
+
+def tell(address: str, tls: TLS | None, kind: str, data: dict[str, Any], timeout_s: float = 10.0) -> None:
+    """Put something that was done to the run from outside on its tape."""
+    run_id = describe(address, tls, timeout_s).run_id
+
+    async def ask() -> None:
+        async with open_channel(address, tls) as channel:
+            with transfer.wire_errors():
+                request = pb.TellRequest(run_id=run_id, kind=kind, data_json=json.dumps(data))
+                await SyncerStub(channel).tell(request, timeout=timeout_s)
 
     asyncio.run(ask())
 

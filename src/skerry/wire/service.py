@@ -23,6 +23,8 @@ class SyncerService(Protocol):
 
     async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply: ...
 
+    async def tell(self, request: pb.TellRequest, context: Any) -> pb.TellReply: ...
+
 
 def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
     handlers: dict[str, Any] = {
@@ -35,6 +37,7 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
         "Bulk": grpc.stream_stream_rpc_method_handler(
             service.bulk, pb.BulkToSyncer.FromString, pb.BulkToLearner.SerializeToString
         ),
+        "Tell": grpc.unary_unary_rpc_method_handler(service.tell, pb.TellRequest.FromString, pb.TellReply.SerializeToString),
         "Close": grpc.unary_unary_rpc_method_handler(
             service.close_run, pb.CloseRequest.FromString, pb.CloseReply.SerializeToString
         ),
@@ -51,4 +54,5 @@ class SyncerStub:
         )
         self.control = channel.stream_stream(f"/{_SERVICE}/Control", pb.ToSyncer.SerializeToString, pb.ToLearner.FromString)
         self.bulk = channel.stream_stream(f"/{_SERVICE}/Bulk", pb.BulkToSyncer.SerializeToString, pb.BulkToLearner.FromString)
+        self.tell = channel.unary_unary(f"/{_SERVICE}/Tell", pb.TellRequest.SerializeToString, pb.TellReply.FromString)
         self.close_run = channel.unary_unary(f"/{_SERVICE}/Close", pb.CloseRequest.SerializeToString, pb.CloseReply.FromString)

@@ -22,6 +22,20 @@ class CloseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class TellRequest(_message.Message):
+    __slots__ = ("run_id", "kind", "data_json")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DATA_JSON_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    kind: str
+    data_json: str
+    def __init__(self, run_id: _Optional[str] = ..., kind: _Optional[str] = ..., data_json: _Optional[str] = ...) -> None: ...
+
+class TellReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RunDescription(_message.Message):
     __slots__ = ("protocol", "run_id", "sync_json", "job_json")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
