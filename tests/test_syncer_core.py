@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import random
 from collections import Counter
 from typing import Any, TypeVar
@@ -16,10 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from skerry.config import BeginConfig, SyncConfig
 from skerry.core.messages import (
+    LEFT,
     Action,
     Announce,
     Ask,
     Begin,
+    Caution,
     CloseRequested,
     Contributed,
     Disconnected,
@@ -287,6 +290,103 @@ def test_a_jump_opens_each_fragment_once() -> None:
     run = running("a", fragments=4, every=4)
     actions = run.report("a", 43)
     assert sorted(asked(actions)) == [("a", 0, 40), ("a", 1, 41), ("a", 2, 42), ("a", 3, 43)]
+
+
+# ---------------------------------------------------------------- guards
+
+
+def a_round(run: Run, step: int, **norms: float) -> list[Action]:
+    """Everybody reports this step and gives a contribution of this norm; what is merged is stored."""
+    for name in norms:
+        run.report(name, step)
+    actions: list[Action] = []
+    for name, norm in norms.items():
+        actions += run.send(run.offer(name, norm=norm))
+    if of(Merge, actions):
+        actions += run.store()
+    return actions
+
+
+def names_merged(actions: list[Action]) -> list[str]:
+    return [share.name for merge in of(Merge, actions) for share in merge.shares]
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, 100.0])
+def test_an_unhealthy_contribution_is_named_at_once_and_the_merge_goes_on_without_it(norm: float) -> None:
+    run = running("a", "b", "c", quorum=0)
+    for turn in range(1, 5):
+        assert names_merged(a_round(run, 4 * turn, a=1.0, b=1.1, c=0.9)) == ["a", "b", "c"]
+    actions = a_round(run, 20, a=1.0, b=norm, c=1.0)
+    assert names_merged(actions) == ["a", "c"] and of(Merge, actions)[0].presence == 1.0
+    [record] = [r for r in of(Record, actions) if r.kind == "unhealthy"]
+    assert (record.data["learner"], record.data["fragment"], record.data["step"]) == ("b", 0, 20)
+    assert names_merged(a_round(run, 24, a=1.0, b=1.0, c=1.0)) == ["a", "b", "c"]
+
+
+def test_nothing_is_an_outlier_before_enough_was_seen() -> None:
+    run = running("a", "b", quorum=0)
+    assert names_merged(a_round(run, 4, a=1.0, b=1e6)) == ["a", "b"]
+
+
+def test_more_steps_may_go_further_in_proportion() -> None:
+    """An island that trained on through an outage of the syncer comes back with much to give."""
+    run = running("a", "b", quorum=0, outlier=10.0)
+    for turn in range(1, 6):
+        a_round(run, 4 * turn, a=1.0, b=1.0)
+    for name in "ab":
+        run.report(name, 24)
+    run.send(run.offer("a", norm=1.0))
+    assert names_merged(run.send(run.offer("b", norm=190.0, steps=40))) == ["a", "b"]
+    run.store()
+    for name in "ab":
+        run.report(name, 28)
+    run.send(run.offer("a", norm=1.0))
+    assert names_merged(run.send(run.offer("b", norm=210.0, steps=40))) == ["a"]
+
+
+def test_quarantine_after_repeats_and_out_of_it_after_as_many_healthy_ones() -> None:
+    run = running("a", "b", quorum=0, strikes=2)
+    outcome = []
+    for turn, norm in enumerate([math.nan, 1.0, math.nan, math.nan, 1.0, math.nan, 1.0, 1.0, 1.0], start=1):
+        actions = a_round(run, 4 * turn, a=1.0, b=norm)
+        outcome.append((names_merged(actions), [c.quarantined for c in of(Caution, actions)]))
+    assert outcome == [
+        (["a"], []), (["a", "b"], []), (["a"], []), (["a"], [True]), (["a"], []), (["a"], []), (["a"], []),
+        (["a", "b"], [False]), (["a", "b"], []),
+    ]  # fmt: skip
+
+
+def test_quarantine_and_the_measure_of_what_is_usual_survive_the_syncer() -> None:
+    run = running("a", "b", quorum=0, strikes=1)
+    for turn in range(1, 6):
+        a_round(run, 4 * turn, a=1.0, b=1.0)
+    a_round(run, 24, a=1.0, b=math.nan)
+    again = run.restored()
+    for name in "ab":
+        held = tuple(f.version for f in again.core.fragments)
+        actions = again.send(Joined(name, again.core.learners[name].session, step=24, tokens=240, held=held))
+        assert of(Welcome, actions)[0].quarantined == (name == "b")
+    assert names_merged(a_round(again, 28, a=99.0, b=1.0)) == ["b"]  # healthy, and out; the other one's is far too large
+
+
+def test_when_everyone_goes_further_that_becomes_the_measure() -> None:
+    run = running("a", "b", quorum=0, strikes=0)
+    for turn in range(1, 10):
+        a_round(run, 4 * turn, a=1.0, b=1.0)
+    refused = 0
+    for turn in range(10, 60):
+        refused += not names_merged(a_round(run, 4 * turn, a=50.0, b=50.0))
+    assert 0 < refused < 25 and names_merged(a_round(run, 240, a=50.0, b=50.0)) == ["a", "b"]
+
+
+def test_one_that_is_in_quarantine_can_leave_and_the_run_can_end() -> None:
+    run = running("a", "b", quorum=0, strikes=1, budget_tokens=10_000)
+    a_round(run, 4, a=1.0, b=math.nan)
+    run.send(Leaving("b"))
+    run.report("a", 8)
+    actions = run.send(run.offer("a", norm=1.0)) + run.send(run.offer("b", norm=math.nan))
+    assert names_merged(actions) == ["a"]
+    assert Goodbye("b", LEFT) in actions + run.store()
 
 
 # ---------------------------------------------------------------- quorum and grace

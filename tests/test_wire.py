@@ -282,8 +282,38 @@ def test_progress_no_merge_could_digest_is_refused_and_not_waited_for(run_folder
 
     play(syncer.address, scenario)
     syncer.stop()
-    [refused] = tape(run_folder, "refused")
-    assert refused["learner"] == "raw" and tape(run_folder, "cancelled")[0] == {"fragment": refused["fragment"], "step": 1}
+    [unhealthy] = tape(run_folder, "unhealthy")
+    assert unhealthy["learner"] == "raw" and tape(run_folder, "cancelled")[0] == {"fragment": unhealthy["fragment"], "step": 1}
+
+
+def test_a_learner_that_keeps_sending_nonsense_is_put_in_quarantine_and_comes_out(
+    pair_folder: Path, start_syncer
+) -> None:
+    """The other one's merges hold nothing of it, and both of them are told what is going on."""
+    syncer = start_syncer(pair_folder)
+
+    async def scenario(left: RawLearner, right: RawLearner) -> None:
+        numel = left.layout.fragments[0].numel
+        for step in range(1, 9):
+            ask, other = await both_asked(left, right, step)
+            healthy = step <= 1 or step > 4
+            sent = torch.full((numel,), 0.125 if healthy else float("nan"))
+            reply = await right.give(other, sent)
+            assert reply.accepted == healthy
+            assert (await left.give(ask)).accepted
+            await left.receive("announce")
+            if step in (4, 7):
+                caution = (await right.receive("caution")).caution
+                assert caution.quarantined == (step == 4)
+        assert (await right.receive("announce")).announce.version >= 1  # it is served as before
+
+    play_pair(syncer.address, scenario)
+    syncer.stop()
+    merged = [{share["name"] for share in entry["shares"]} for entry in tape(pair_folder, "merged") if entry["fragment"] == 0]
+    both, alone = {"left", "right"}, {"left"}
+    assert merged[:8] == [both, alone, alone, alone, alone, alone, both, both]
+    assert [entry["learner"] for entry in tape(pair_folder, "unhealthy")] == ["right"] * 3
+    assert [entry["learner"] for entry in tape(pair_folder, "quarantined") + tape(pair_folder, "readmitted")] == ["right"] * 2
 
 
 @pytest.mark.parametrize("name", ["truncated", "flipped bit", "wrong checksum"])

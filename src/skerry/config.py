@@ -78,6 +78,11 @@ class SyncConfig:
     """Momentum of the outer Nesterov step."""
     damp_absent: bool = True
     """Scale the progress by the share of asked learners that are in the merge, so that one island cannot drag the model."""
+    outlier: float = 10.0
+    """Contributions this many times larger than the median of recent ones are not merged; 0 lets everything finite pass."""
+    strikes: int = 3
+    """After this many unhealthy contributions in a row a learner is in quarantine until it has sent as many healthy ones; 0
+    means never."""
     staleness: int = 1
     """How many versions behind the current one the base of a contribution may be."""
     adopt: Literal["overwrite", "blend", "carry"] = "overwrite"
@@ -102,6 +107,8 @@ class SyncConfig:
         _require(self.overlap >= 0, "sync.overlap", self.overlap, ">= 0")
         _require(self.quorum >= 0, "sync.quorum", self.quorum, ">= 0")
         _require(0 <= self.grace < 1, "sync.grace", self.grace, "in [0, 1)")
+        _require(self.outlier == 0 or self.outlier > 1, "sync.outlier", self.outlier, "0 or > 1")
+        _require(self.strikes >= 0, "sync.strikes", self.strikes, ">= 0")
         _require(self.outer_lr > 0, "sync.outer_lr", self.outer_lr, "> 0")
         _require(0 <= self.outer_momentum < 1, "sync.outer_momentum", self.outer_momentum, "in [0, 1)")
         _require(self.staleness >= 0, "sync.staleness", self.staleness, ">= 0")

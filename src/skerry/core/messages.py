@@ -48,11 +48,13 @@ class Contributed:
     steps: int
     tokens: int
     upto: int = 0
+    norm: float = 0.0
+    """Of the contribution as a vector; not finite if it, or anything in it, is not."""
 
 
 @dataclass(frozen=True)
 class NothingToGive:
-    """A learner that was asked has no progress to give, or what it gave cannot be used."""
+    """A learner that was asked has no progress to give."""
 
     name: str
     fragment: int
@@ -130,6 +132,7 @@ class Welcome:
     """For each fragment: the round its version was merged in."""
     counted: tuple[int, ...]
     """For each fragment: the learner's progress up to this many of its own steps is part of the current version."""
+    quarantined: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,15 @@ class StopTraining:
     name: str
 
 
+@dataclass(frozen=True)
+class Caution:
+    """Tell a learner that its contributions are not merged any more because they are unhealthy, or that they are again."""
+
+    name: str
+    quarantined: bool
+    reason: str
+
+
 LEFT = "left"
 OVER = "the run is over"
 
@@ -229,4 +241,4 @@ class Ended:
     """The run is over; every fragment is final."""
 
 
-Action = Welcome | Begin | Ask | Merge | Announce | StopTraining | Goodbye | Record | WakeAt | Ended
+Action = Welcome | Begin | Ask | Merge | Announce | StopTraining | Caution | Goodbye | Record | WakeAt | Ended

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from skerry.core.guard import SizeHistory
 from skerry.core.messages import Contributed
 from skerry.core.quorum import MovingAverage
 
@@ -29,6 +30,9 @@ class LearnerState:
     last_share: float = 0.0
     ready: bool = False
     began: bool = False
+    strikes: int = 0
+    """Unhealthy contributions in a row; for one in quarantine, healthy ones it still has to show."""
+    quarantined: bool = False
     owes: set[int] | None = None
     """For one that leaves: fragments it has not had the chance to give since it said so."""
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=20))
@@ -79,6 +83,7 @@ class FragmentProgress:
     """The round of the newest version."""
     counted: dict[str, Counted] = field(default_factory=dict)
     round: Round | None = None
+    sizes: SizeHistory = field(default_factory=SizeHistory)
 
     def counted_upto(self, name: str) -> int:
         found = self.counted.get(name)
@@ -98,6 +103,9 @@ class Standing:
     """Those of them that were given up or have left."""
     retired: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Sessions of earlier processes of these names."""
+    quarantined: tuple[str, ...] = ()
+    sizes: tuple[tuple[float, int] | None, ...] = ()
+    """How large contributions to each fragment were lately."""
 
     @property
     def tokens(self) -> int:
@@ -111,6 +119,8 @@ class Standing:
             "sessions": {name: list(value) for name, value in self.sessions.items()},
             "gone": list(self.gone),
             "retired": {name: list(sessions) for name, sessions in self.retired.items()},
+            "quarantined": list(self.quarantined),
+            "sizes": [list(size) if size else None for size in self.sizes],
         }
 
     @staticmethod
@@ -119,4 +129,13 @@ class Standing:
             name: (str(s), int(slot), int(step), int(tokens)) for name, (s, slot, step, tokens) in data["sessions"].items()
         }
         retired = {name: tuple(map(str, old)) for name, old in data["retired"].items()}
-        return Standing(int(data["step"]), int(data["banked_tokens"]), data["phase"], sessions, tuple(data["gone"]), retired)
+        return Standing(
+            int(data["step"]),
+            int(data["banked_tokens"]),
+            data["phase"],
+            sessions,
+            tuple(data["gone"]),
+            retired,
+            tuple(data.get("quarantined", ())),
+            tuple((float(size[0]), int(size[1])) if size else None for size in data.get("sizes", ())),
+        )

@@ -12,7 +12,9 @@ Rules:
  7. A new process of the same name starts from the current versions and the run's step; what the old one was asked for is
     void, and the old one is turned away if it comes back.
  8. A learner that leaves gets one chance to give every fragment, and is waited for as long as silence is tolerated.
- 9. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
+ 9. A contribution that is not finite, or far larger than what came lately, counts as no answer. After `strikes` such in a
+    row the learner is in quarantine: it is asked as before, and merged again after as many healthy ones.
+10. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections import deque
 
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
+from skerry.core.guard import SizeHistory, why_unhealthy
 from skerry.core.messages import (
     LEFT,
     OVER,
@@ -30,6 +33,7 @@ from skerry.core.messages import (
     Announce,
     Ask,
     Begin,
+    Caution,
     CloseRequested,
     Contributed,
     Disconnected,
@@ -89,6 +93,10 @@ class SyncerCore:
             self.learners[name].phase = "gone"
         for name, sessions in standing.retired.items():
             self.learners[name].retired.extend(sessions)
+        for name in standing.quarantined:
+            self.learners[name].quarantined, self.learners[name].strikes = True, sync.strikes
+        for fragment, sizes in zip(self.fragments, standing.sizes, strict=False):
+            fragment.sizes = SizeHistory.restored(sizes)
         self._last_rounds_due = set(range(fragments))
 
     # ------------------------------------------------------------ what others may ask
@@ -106,7 +114,9 @@ class SyncerCore:
         }
         gone = tuple(name for name in sessions if self.learners[name].phase == "gone")
         retired = {name: tuple(self.learners[name].retired) for name in sessions if self.learners[name].retired}
-        return Standing(self.step, self.banked_tokens, self.phase, sessions, gone, retired)
+        quarantined = tuple(name for name in sessions if self.learners[name].quarantined)
+        sizes = tuple(fragment.sizes.summary() for fragment in self.fragments)
+        return Standing(self.step, self.banked_tokens, self.phase, sessions, gone, retired, quarantined, sizes)
 
     def bytes_moved(self, name: str, now: float) -> None:
         """A sign of life that is too frequent to be an event: part of a fragment went to or came from this learner."""
@@ -204,7 +214,8 @@ class SyncerCore:
         learner.phase = "waiting" if not learner.began else "leaving" if learner.leaving else "training"
         merged_steps = tuple(fragment.merged_step for fragment in self.fragments)
         counted = tuple(fragment.counted_upto(event.name) for fragment in self.fragments)
-        actions.append(Welcome(event.name, learner.slot, self.step, resumed, versions, merged_steps, counted))
+        place = (event.name, learner.slot, self.step, resumed, versions, merged_steps, counted)
+        actions.append(Welcome(*place, quarantined=learner.quarantined))
         actions.append(Record("joined", {"learner": event.name, "session": event.session, "slot": learner.slot,
                                          "resumed": resumed, "step": self.step}))  # fmt: skip
         if self.phase == "ended" or (self.phase == "closing" and learner.phase == "waiting"):
@@ -267,13 +278,42 @@ class SyncerCore:
             actions.append(Record("refused", {"learner": event.name, "fragment": event.fragment, "step": event.step,
                                               "reason": reason}))  # fmt: skip
             return
-        gathering = self.fragments[event.fragment].round
+        fragment = self.fragments[event.fragment]
+        gathering = fragment.round
         assert gathering is not None
-        gathering.arrived[event.name] = event
         learner = self.learners[event.name]
         learner.heard_at = now
+        why = self.why_unhealthy(event)
+        if math.isfinite(event.norm):
+            fragment.sizes.add(event.norm, event.steps, fragment.sizes.limit(self.sync.outlier, event.steps))
+        if why is not None:
+            actions.append(Record("unhealthy", {"learner": event.name, "fragment": event.fragment, "step": event.step,
+                                                "reason": why}))  # fmt: skip
+        self._judge(learner, why, actions)
+        if why is not None or learner.quarantined:
+            self._decline(event.name, event.fragment, gathering)
+            return
+        gathering.arrived[event.name] = event
         if learner.owes is not None and event.name in gathering.final:
             learner.owes.discard(event.fragment)
+
+    def why_unhealthy(self, offer: Contributed) -> str | None:
+        return why_unhealthy(self.fragments[offer.fragment].sizes, offer.norm, offer.steps, self.sync.outlier)
+
+    def _judge(self, learner: LearnerState, why: str | None, actions: list[Action]) -> None:
+        """Count a learner's unhealthy contributions, or the healthy ones of one that is in quarantine."""
+        if learner.quarantined:
+            learner.strikes = self.sync.strikes if why is not None else learner.strikes - 1
+            if learner.strikes == 0:
+                learner.quarantined = False
+                actions.append(Record("readmitted", {"learner": learner.name}))
+                actions.append(Caution(learner.name, False, f"{self.sync.strikes} healthy contributions in a row"))
+            return
+        learner.strikes = learner.strikes + 1 if why is not None else 0
+        if why is not None and learner.strikes >= self.sync.strikes > 0:
+            learner.quarantined, learner.strikes = True, self.sync.strikes
+            actions.append(Record("quarantined", {"learner": learner.name, "reason": why}))
+            actions.append(Caution(learner.name, True, why))
 
     def _nothing(self, event: NothingToGive) -> None:
         if not 0 <= event.fragment < len(self.fragments):
@@ -281,11 +321,15 @@ class SyncerCore:
         gathering = self.fragments[event.fragment].round
         if gathering is None or gathering.step != event.step or event.name not in gathering.missing:
             return
-        gathering.asked.discard(event.name)
-        gathering.declined.add(event.name)
-        owes = self.learners[event.name].owes
+        self._decline(event.name, event.fragment, gathering)
+
+    def _decline(self, name: str, fragment: int, gathering: Round) -> None:
+        """This learner's answer is in, and there is nothing in it to merge."""
+        gathering.asked.discard(name)
+        gathering.declined.add(name)
+        owes = self.learners[name].owes
         if owes is not None:
-            owes.discard(event.fragment)
+            owes.discard(fragment)
 
     def _leaving(self, event: Leaving, actions: list[Action]) -> None:
         learner = self.learners.get(event.name)

@@ -76,6 +76,11 @@ class Learner:
         return self._link.connected and not self._left
 
     @property
+    def quarantined(self) -> bool:
+        """The syncer does not merge this learner's contributions at present, because several in a row were unhealthy."""
+        return self._link.quarantined
+
+    @property
     def failure(self) -> Exception | None:
         """Why this learner is no longer part of the run, if it is not."""
         return self._link.failure

@@ -66,6 +66,7 @@ class Link:
         self.failure: SkerryError | None = None
         self.last_error = "no attempt yet"
         self.leaving = False
+        self.quarantined = False
         self.fixed_loaded = False
         self._model = model
         self._tls = tls
@@ -275,6 +276,7 @@ class Link:
                     log.warning("%s is back with the syncer after %d steps on its own", self.name, alone)
                     self._lost_at_step = None
                 self._ready_sent = welcome.resumed
+                self.quarantined = welcome.quarantined
                 exchange.welcomed(tuple(welcome.versions), tuple(welcome.merged_steps), tuple(welcome.counted), welcome.step)
                 if not self.fixed_loaded:
                     self._spawn(self._fetch_fixed(len(welcome.versions)))
@@ -295,6 +297,10 @@ class Link:
                 self._to_report = True
             elif kind == "progress":
                 self._told(message.progress.run_tokens)
+            elif kind == "caution":
+                self.quarantined = message.caution.quarantined
+                state = "not merged any more" if self.quarantined else "merged again"
+                log.warning("%s: its contributions are %s: %s", self.name, state, message.caution.reason)
             elif kind == "goodbye" and message.goodbye.final:
                 self.goodbye = message.goodbye.reason
                 if message.goodbye.expected:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -29,6 +31,10 @@ LANE_QUEUE = 64
 
 Message = TypeVar("Message")
 Write = Callable[[pb.BulkToLearner], Awaitable[None]]
+
+
+class Unhealthy(WireError):
+    """A contribution that arrived as it was sent and cannot be merged. The state machine has written it down."""
 
 
 class Host(Protocol):
@@ -161,21 +167,24 @@ class Bulk:
     async def take(self, name: str, session: str, header: pb.Upload, data: memoryview) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
         numel = self._layout.fragments[header.fragment].numel
-        delta = await asyncio.get_running_loop().run_in_executor(None, self._decode, data, numel)
+        delta, norm = await asyncio.get_running_loop().run_in_executor(None, self._decode, data, numel)
         # Much may have happened meanwhile.
-        offer = self.check(name, session, header)
-        if delta is None:
-            # Nobody need wait for an answer that cannot be used.
-            self._host.dispatch(m.NothingToGive(offer.name, offer.fragment, offer.step))
-            raise WireError("the contribution is not finite, or beyond any plausible size")
+        offer = dataclasses.replace(self.check(name, session, header), norm=norm)
+        why = self._host.core.why_unhealthy(offer)
         self._deltas[offer.fragment, offer.name] = delta
         self._host.dispatch(offer)
+        if why is not None or self._host.core.learners[name].quarantined:
+            del self._deltas[offer.fragment, offer.name]
+        if why is not None:
+            raise Unhealthy(why)
 
-    def _decode(self, data: memoryview, numel: int) -> Tensor | None:
-        """The contribution, or None if no merge could digest it."""
+    def _decode(self, data: memoryview, numel: int) -> tuple[Tensor, float]:
+        """The contribution and its norm, which is infinite if there is something in it that no merge could digest."""
         delta = self._codec.decode(data, numel)
+        if numel == 0:
+            return delta, 0.0
         # NaN compares false, so it is caught too.
-        return delta if numel == 0 or float(delta.abs().max()) <= MAX_PROGRESS else None
+        return delta, float(delta.norm()) if float(delta.abs().max()) <= MAX_PROGRESS else math.inf
 
 
 class _Lane:
@@ -213,6 +222,9 @@ class _Lane:
 
     async def _refuse(self, header: pb.Upload | None, error: WireError, damaged: bool = False) -> None:
         self._bulk.refused(self.name, header, str(error))
+        await self._reply(header, error, damaged)
+
+    async def _reply(self, header: pb.Upload | None, error: WireError, damaged: bool = False) -> None:
         fragment, step = (header.fragment, header.step) if header is not None else (0, 0)
         await self.outbox.put(pb.UploadReply(fragment=fragment, step=step, reason=str(error), damaged=damaged))
 
@@ -267,6 +279,8 @@ class _Lane:
     async def _take(self, header: pb.Upload, data: memoryview) -> None:
         try:
             await self._bulk.take(self.name, self.session, header, data)
+        except Unhealthy as error:
+            await self._reply(header, error)
         except WireError as error:
             await self._refuse(header, error)
         else:

@@ -14,7 +14,22 @@ from skerry.core.syncer import SyncerCore
 from skerry.errors import StoreError
 from skerry.metrics import MetricsWriter
 
-EVENTS = ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed")
+EVENTS = (
+    "joined",
+    "disconnected",
+    "lost",
+    "left",
+    "began",
+    "closing",
+    "syncer_started",
+    "merge_failed",
+    "unhealthy",
+    "quarantined",
+    "readmitted",
+    "fault",
+    "healed",
+    "restarted",
+)
 
 
 @dataclass

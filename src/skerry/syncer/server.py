@@ -127,6 +127,7 @@ class SyncerServer:
                 counted=action.counted,
                 merged_steps=action.merged_steps,
                 run_tokens=self.core.tokens,
+                quarantined=action.quarantined,
             )
             self._send(action.name, pb.ToLearner(welcome=welcome))
         elif isinstance(action, m.Begin):
@@ -151,6 +152,9 @@ class SyncerServer:
         elif isinstance(action, m.StopTraining):
             self._send(action.name, self._progress())
             self._send(action.name, pb.ToLearner(stop=pb.Stop()))
+        elif isinstance(action, m.Caution):
+            caution = pb.Caution(quarantined=action.quarantined, reason=action.reason)
+            self._send(action.name, pb.ToLearner(caution=caution))
         elif isinstance(action, m.Goodbye):
             expected = action.reason in (m.LEFT, m.OVER)
             goodbye = pb.Goodbye(reason=action.reason, final=action.final, expected=expected)

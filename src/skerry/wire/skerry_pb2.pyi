@@ -127,7 +127,7 @@ class Leaving(_message.Message):
     def __init__(self) -> None: ...
 
 class ToLearner(_message.Message):
-    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress")
+    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class ToLearner(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    CAUTION_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     begin: Begin
@@ -144,10 +145,11 @@ class ToLearner(_message.Message):
     stop: Stop
     goodbye: Goodbye
     progress: Progress
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+    caution: Caution
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_steps")
+    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_steps", "quarantined")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +158,7 @@ class Welcome(_message.Message):
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     MERGED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     slot: int
     step: int
@@ -164,7 +167,8 @@ class Welcome(_message.Message):
     run_tokens: int
     counted: _containers.RepeatedScalarFieldContainer[int]
     merged_steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ..., merged_steps: _Optional[_Iterable[int]] = ...) -> None: ...
+    quarantined: bool
+    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ..., merged_steps: _Optional[_Iterable[int]] = ..., quarantined: bool = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason",)
@@ -215,6 +219,14 @@ class Goodbye(_message.Message):
     final: bool
     expected: bool
     def __init__(self, reason: _Optional[str] = ..., final: bool = ..., expected: bool = ...) -> None: ...
+
+class Caution(_message.Message):
+    __slots__ = ("quarantined", "reason")
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    quarantined: bool
+    reason: str
+    def __init__(self, quarantined: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("run_tokens", "step")
