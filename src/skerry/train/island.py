@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 
+from skerry.clock import Clock
 from skerry.config import Config
 from skerry.learner.learner import Learner, join
 from skerry.train.job import build_job, lr_factor
@@ -19,10 +21,20 @@ COLD_STEPS = 20
 """An optimizer that starts without its moments in the middle of a run takes its first steps with a smaller learning rate."""
 
 
-def run_island(address: str, name: str, config: Config, tls: TLS | None = None) -> None:
+def run_island(
+    address: str,
+    name: str,
+    config: Config,
+    tls: TLS | None = None,
+    *,
+    clock: Clock | None = None,
+    on_joined: Callable[[Learner], None] | None = None,
+) -> None:
     job = build_job(config)
-    learner = join(address, job.model, job.optimizers, name=name, tokens_per_step=job.step_tokens, tls=tls)
+    learner = join(address, job.model, job.optimizers, name=name, tokens_per_step=job.step_tokens, tls=tls, clock=clock)
     log.info("%s joined in slot %d at step %d, on %s", name, learner.slot, learner.step, job.device)
+    if on_joined is not None:
+        on_joined(learner)
     asked_to_stop = False
 
     def on_terminate(number: int, frame: FrameType | None) -> None:
