@@ -15,14 +15,20 @@ from skerry.errors import ConfigError, SkerryError
 if TYPE_CHECKING:
     from skerry.wire.connection import TLS
 
-_TRAIN_USAGE = """usage: skerry train [CONFIG.toml] [--SETTING VALUE ...]
+_TRAIN_USAGE = """usage: skerry train [CONFIG.toml] [--SETTING VALUE ...] [--chaos PLAN] [--proxy]
 
 Train a model as the file says, on this machine: a syncer, its islands and a validator. Every setting can be given on the
 command line with its dotted name, which takes precedence over the file:
 
   skerry train configs/default.toml --algorithm dp --train.tokens 1000000 --sync.every 12
 
-`skerry train --settings` lists all settings with their defaults."""
+`skerry train --settings` lists all settings with their defaults.
+
+--chaos says what is to go wrong: a plan file, or words (docs/chaos.md). Faults of links need a proxy between islands and
+syncer, which such a plan puts there; --proxy does so without a plan, for `skerry chaos` later:
+
+  skerry train configs/default.toml --chaos "kill island-2 @ step 120, freeze island-1 @ 30s for 5s"
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -86,6 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("file", type=Path, nargs="?", help="the PNG to write (default: loss.png in the run folder)")
     plot.set_defaults(act=_plot)
 
+    chaos = commands.add_parser("chaos", help="do harm to a run that skerry train is running, to see it recover")
+    chaos.add_argument("run", type=Path, help="the run folder")
+    chaos.add_argument("faults", help='for example "kill island-1" or "freeze syncer for 5s, slow island-0 3x for 20s"')
+    chaos.set_defaults(act=_chaos)
+
     # Parts that `train` starts.
     validator = commands.add_parser("validator")
     validator.add_argument("run", type=Path)
@@ -117,8 +128,11 @@ def _train(arguments: list[str]) -> None:
     if "--help" in arguments or "-h" in arguments:
         print(_TRAIN_USAGE)
         return
+    from skerry.chaos.reading import read_plan
     from skerry.config import Config, load
 
+    arguments, given, proxy = _take_chaos(arguments)
+    plan = read_plan(given) if given is not None else None
     config = Config()
     if arguments and not arguments[0].startswith("-"):
         config = load(Path(arguments.pop(0)))
@@ -130,7 +144,22 @@ def _train(arguments: list[str]) -> None:
         config = tyro.cli(Config, default=config, args=arguments, prog="skerry train")
     from skerry.launch.local import run_here
 
-    run_here(config)
+    run_here(config, plan, proxy)
+
+
+def _take_chaos(arguments: list[str]) -> tuple[list[str], str | None, bool]:
+    """What is said about faults, which is no setting of the job: the same job goes on with other faults, or none."""
+    left: list[str] = []
+    plan: str | None = None
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--chaos":
+            plan = next(rest, "")
+        elif argument.startswith("--chaos="):
+            plan = argument.removeprefix("--chaos=")
+        elif argument != "--proxy":
+            left.append(argument)
+    return left, plan, "--proxy" in arguments
 
 
 def _part(name: str) -> None:
@@ -148,9 +177,12 @@ def _syncer(options: argparse.Namespace) -> None:
 
     import torch
 
+    from skerry.chaos.inflicted import Inflicted, attach_to_syncer
     from skerry.syncer.server import run_syncer
     from skerry.syncer.store import RunStore
 
+    if (inflicted := Inflicted.here("syncer")) is not None:
+        attach_to_syncer(inflicted)
     # Merges run side by side, one thread each; threads inside a merge would spin idly and take cores from islands here.
     torch.set_num_threads(1)
     store = RunStore(options.run)
@@ -188,6 +220,7 @@ def _learner(options: argparse.Namespace) -> None:
     import dataclasses
     import socket
 
+    from skerry.chaos.inflicted import Inflicted
     from skerry.train.island import run_island
     from skerry.wire.client import describe_job
 
@@ -199,7 +232,19 @@ def _learner(options: argparse.Namespace) -> None:
     if options.threads:
         islands = dataclasses.replace(islands, threads=options.threads)
     config = dataclasses.replace(config, islands=islands)
-    run_island(options.address, options.name or f"{socket.gethostname()}-{os.getpid()}", config, tls)
+    name = options.name or f"{socket.gethostname()}-{os.getpid()}"
+    inflicted = Inflicted.here(name)
+    run_island(
+        options.address, name, config, tls, clock=inflicted, on_joined=inflicted.attach if inflicted is not None else None
+    )
+
+
+def _chaos(options: argparse.Namespace) -> None:
+    from skerry.chaos.desk import ask
+    from skerry.chaos.reading import parse_faults
+
+    parse_faults(options.faults)
+    print(f"done or planned: {ask(options.run, options.faults)}")
 
 
 def _close(options: argparse.Namespace) -> None:

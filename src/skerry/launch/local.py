@@ -1,36 +1,38 @@
-"""A whole run on this machine: a syncer, its islands and a validator as processes, watched and started again when they die."""
+"""A whole run on this machine: a syncer, its islands and a validator as processes that a supervisor watches."""
 
 from __future__ import annotations
 
 import shutil
-import signal
-import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
+from skerry.chaos.driver import Driver
+from skerry.chaos.inflicted import ENVIRONMENT
+from skerry.chaos.plan import Plan
+from skerry.chaos.proxy import LinkProxy
+from skerry.chaos.teller import Teller
 from skerry.config import Config, from_json, to_json
-from skerry.errors import ConfigError, RunFailed
-from skerry.launch.processes import STOP_S, Child, free_port, skerry_command
-from skerry.metrics import MetricsTail, MetricsWriter
-from skerry.observe import RunStatus, open_view, plot_run, summary
+from skerry.errors import ConfigError
+from skerry.launch.processes import Child, free_port, skerry_command
+from skerry.launch.supervisor import Supervisor, Worker
+from skerry.wire.connection import TLS, split_address
 
 if TYPE_CHECKING:
     from skerry.data.corpus import Corpus
     from skerry.models.gpt import GPT
 
-POLL_S = 0.2
-RESTART_PAUSE_S = 0.5
-DISMISS_S = 5.0
-HEALTHY_S = 60.0
-"""A part that ran this long before it died is given its restarts anew."""
 
+def run_here(config: Config, plan: Plan | None = None, proxy: bool = False) -> Path:
+    """Train as configured, on this machine, and return the run folder. Ctrl-C stops everything and can be resumed.
 
-def run_here(config: Config) -> Path:
-    """Train as configured, on this machine, and return the run folder. Ctrl-C stops everything and can be resumed."""
+    `plan` says what is to go wrong. Links can be harmed only through a proxy, which is there if the plan needs it or `proxy`
+    asks for it.
+    """
     config = config.resolved()
+    plan = plan or Plan()
+    faults = plan.timed(config.islands.count)
+    if config.algorithm == "dp" and (faults or proxy):
+        raise ConfigError("chaos needs islands and a syncer, algorithm 'dp' has none")
     folder, resumed = _folder_for(config)
     if config.algorithm == "dp":
         check_job(config)
@@ -40,24 +42,33 @@ def run_here(config: Config) -> Path:
         create_job(config, folder)
     _say_what_starts(config, folder, resumed)
     supervisor = Supervisor(config, folder)
-    supervisor.workers = (_data_parallel_workers if config.algorithm == "dp" else _parts)(config, folder)
+    if config.algorithm == "dp":
+        supervisor.workers = _data_parallel_workers(config, folder)
+        supervisor.run()
+        return folder
+    address = f"127.0.0.1:{free_port()}"
+    names = [f"island-{index}" for index in range(config.islands.count)]
+    teller = Teller(address, TLS.from_environment(), supervisor.metrics)
+    links = LinkProxy(names, split_address(address), config.train.seed) if proxy or plan.needs_proxy else None
+    supervisor.driver = Driver(faults, len(names), folder, supervisor, supervisor.metrics, teller, links)
+    supervisor.workers = _parts(config, folder, address, {name: links.address(name) if links else address for name in names})
     supervisor.run()
     return folder
 
 
-def _parts(config: Config, folder: Path) -> list[Worker]:
-    """A syncer, its islands and a validator."""
-    address = f"127.0.0.1:{free_port()}"
+def _parts(config: Config, folder: Path, address: str, seen_by: dict[str, str]) -> list[Worker]:
+    """A syncer, its islands, each with the address at which it sees the syncer, and a validator."""
     one_thread = {"OMP_NUM_THREADS": "1"}
+    chaos = {ENVIRONMENT: str(folder.resolve() / "chaos")}
 
     def part(name: str, environment: dict[str, str], *arguments: str) -> Worker:
         child = Child(name, skerry_command(*arguments), folder / "logs" / f"{name}.log", environment)
         return Worker(child, config.islands.restarts)
 
-    names = [f"island-{index}" for index in range(config.islands.count)]
+    threads = _threads_for_island(config)
     return [
-        part("syncer", one_thread, "syncer", str(folder), "--address", address),
-        *(part(name, _threads_for_island(config), "learner", address, "--name", name) for name in names),
+        part("syncer", {**one_thread, **chaos}, "syncer", str(folder), "--address", address),
+        *(part(name, {**threads, **chaos}, "learner", seen, "--name", name) for name, seen in seen_by.items()),
         part("validator", one_thread, "validator", str(folder)),
     ]
 
@@ -136,123 +147,3 @@ def _say_what_starts(config: Config, folder: Path, resumed: bool) -> None:
     if device.type == "cuda":
         where = f"{count} islands on {device}"
     print(f"{'resuming' if resumed else 'starting'} {config.algorithm} run in {folder}: {where}", flush=True)
-
-
-@dataclass
-class Worker:
-    child: Child
-    restarts: int
-    used: int = 0
-    started_at: float = 0.0
-    start_again_at: float | None = None
-    done: bool = False
-
-
-class Supervisor:
-    def __init__(self, config: Config, folder: Path) -> None:
-        self.workers: list[Worker] = []
-        self._config = config
-        self._folder = folder
-        self._metrics = MetricsWriter(folder / "metrics.jsonl")
-        self._interrupted = 0
-        self._ended_at: float | None = None
-
-    def run(self) -> None:
-        status = RunStatus(self._folder.name)
-        status.algorithm = self._config.algorithm
-        tail = MetricsTail(self._folder / "metrics.jsonl")
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        view = open_view(sys.stdout)
-        try:
-            for worker in self.workers:
-                self._start(worker)
-            while not all(worker.done for worker in self.workers) and not self._interrupted:
-                time.sleep(POLL_S)
-                self._look_after()
-                for record in tail.read():
-                    status.apply(record)
-                view.update(status)
-        finally:
-            self._stop_all()
-            for record in tail.read():
-                status.apply(record)
-            view.update(status)
-            view.close()
-            self._metrics.close()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        if self._interrupted:
-            again = "" if self._config.algorithm == "dp" else "; the same command goes on from here"
-            print(f"stopped{again}: {self._folder}", flush=True)
-            raise SystemExit(130)
-        if plot_run(self._folder / "metrics.jsonl", self._folder / "loss.png"):
-            print(f"loss curves: {self._folder / 'loss.png'}")
-        view.say(summary(status))
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._interrupted += 1
-        if self._interrupted > 1:
-            for worker in self.workers:
-                worker.child.signal(signal.SIGKILL)
-
-    def _start(self, worker: Worker) -> None:
-        worker.child.start()
-        worker.started_at = time.monotonic()
-        worker.start_again_at = None
-        if worker.used:
-            self._metrics.write("event", what=f"{'syncer ' if worker.child.name == 'syncer' else ''}restarted",
-                                island=worker.child.name, detail=f"pid {worker.child.pid}")  # fmt: skip
-
-    def _look_after(self) -> None:
-        now = time.monotonic()
-        for worker in self.workers:
-            if worker.done:
-                continue
-            if worker.start_again_at is not None:
-                if now >= worker.start_again_at:
-                    self._start(worker)
-                continue
-            exit_status = worker.child.poll()
-            if exit_status == 0:
-                worker.done = True
-            elif exit_status is not None:
-                self._died(worker, exit_status, now)
-        self._dismiss_islands(now)
-
-    def _dismiss_islands(self, now: float) -> None:
-        """Once the run has ended and the syncer is gone, an island that was just starting again has nowhere to go."""
-        if self._ended_at is None:
-            if not any(worker.done and worker.child.name == "syncer" for worker in self.workers):
-                return
-            self._ended_at = now
-        for worker in self.workers:
-            if worker.done or not worker.child.name.startswith("island-"):
-                continue
-            if worker.start_again_at is not None or now - self._ended_at > DISMISS_S:
-                worker.child.stop(timeout_s=1.0)
-                worker.done = True
-
-    def _died(self, worker: Worker, exit_status: int, now: float) -> None:
-        how = f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
-        killed = "syncer killed" if worker.child.name == "syncer" else "killed"
-        self._metrics.write("event", what=killed, island=worker.child.name, detail=how)
-        if now - worker.started_at > HEALTHY_S:
-            worker.used = 0
-        if worker.used >= worker.restarts:
-            raise RunFailed(
-                f"{worker.child.name} ended with {how}"
-                + (f" after {worker.used} restarts" if worker.used else "")
-                + f"; the end of its log:\n{worker.child.last_lines()}"
-            )
-        worker.used += 1
-        worker.start_again_at = now + RESTART_PAUSE_S
-
-    def _stop_all(self) -> None:
-        """Islands leave first, while there is still a syncer to take leave of."""
-        for last in (False, True):
-            group = [worker for worker in self.workers if (worker.child.name == "syncer") == last]
-            for worker in group:
-                worker.child.signal(signal.SIGTERM)
-            deadline = time.monotonic() + STOP_S
-            for worker in group:
-                worker.child.stop(max(0.1, deadline - time.monotonic()))

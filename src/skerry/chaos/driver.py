@@ -1,0 +1,190 @@
+"""Carries out the faults of a plan and those asked for while a run goes on, heals them, and writes both down.
+
+It lives in the supervisor's loop and never waits. What it does depends on the plan alone; when, on how fast the run is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from skerry.chaos.desk import Desk
+from skerry.chaos.kinds import KINDS
+from skerry.chaos.plan import Fault, check_part
+from skerry.chaos.proxy import Condition, LinkProxy, LinkState
+from skerry.chaos.reading import parse_faults
+from skerry.chaos.teller import Teller
+from skerry.errors import ConfigError
+from skerry.metrics import MetricsTail, MetricsWriter
+
+BYTES_PER_MBIT = 125_000
+NO_PROXY = "this run has no proxy in its links, so {what} cannot be done; start it with: skerry train ... --proxy"
+
+
+class Parts(Protocol):
+    """What the driver needs of whoever started the parts. Both say whether there was a process to do it to."""
+
+    def kill(self, part: str, down_s: float) -> bool: ...
+    def signal(self, part: str, number: int) -> bool: ...
+
+
+@dataclass
+class Active:
+    fault: Fault
+    heal_at: float | None
+
+
+class Driver:
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        islands: int,
+        folder: Path,
+        parts: Parts,
+        metrics: MetricsWriter,
+        teller: Teller,
+        proxy: LinkProxy | None,
+    ) -> None:
+        self._islands = islands
+        self._folder = folder / "chaos"
+        self._parts = parts
+        self._metrics = metrics
+        self._teller = teller
+        self._proxy = proxy
+        self._began_at: float | None = None
+        self._active: list[Active] = []
+        self._desk = Desk(self._folder)
+        for left_behind in self._folder.glob("*.json"):
+            left_behind.unlink()
+        (self._folder / "plan.txt").write_text("".join(f"{fault.words}\n" for fault in faults))
+        done = Counter(record.get("words") for record in MetricsTail(metrics.path).read() if record.get("what") == "fault")
+        self._planned: list[Fault] = []
+        for fault in faults:
+            # A run that is taken up again does not suffer the same twice.
+            if done[fault.words] > 0:
+                done[fault.words] -= 1
+            else:
+                self._planned.append(fault)
+
+    def poll(self, now: float, running: bool, step: int) -> None:
+        """Do what is due. `running` says whether training has begun, `step` how far the run is."""
+        if running and self._began_at is None:
+            self._began_at = now
+        for active in [a for a in self._active if a.heal_at is not None and now >= a.heal_at]:
+            self._heal(active)
+        for identity, text in self._desk.requests():
+            self._desk.answer(identity, *self._asked(text, now))
+        due = [fault for fault in self._planned if self._is_due(fault, now, step)]
+        if due:
+            self._planned = [fault for fault in self._planned if fault not in due]
+        for fault in due:
+            if fault.before_step is None or step < fault.before_step:
+                self._do(fault, now)
+
+    def restarted(self, part: str, pid: int) -> None:
+        self._teller.tell("restarted", {**_who(part), "pid": pid})
+
+    def close(self) -> None:
+        if self._planned:
+            left = f"{len(self._planned)} planned faults, the first: {self._planned[0].words}"
+            self._metrics.write("event", what="never came", detail=left)
+        self._desk.close()
+        self._teller.close()
+        if self._proxy is not None:
+            self._proxy.close()
+
+    # ------------------------------------------------------------ when
+
+    def _is_due(self, fault: Fault, now: float, step: int) -> bool:
+        if self._began_at is None:
+            return False
+        return step >= fault.at_step if fault.at_step is not None else now - self._began_at >= (fault.at_s or 0.0)
+
+    def _asked(self, text: str, now: float) -> tuple[bool, str]:
+        """What to say to somebody who asks for faults, which are then done or put on the plan."""
+        try:
+            faults = parse_faults(text)
+            for fault in faults:
+                check_part(fault, self._islands)
+                if KINDS[fault.kind].link and self._proxy is None:
+                    return False, NO_PROXY.format(what=fault.kind)
+        except ConfigError as error:
+            return False, str(error)
+        for fault in faults:
+            if fault.at_s is None and fault.at_step is None:
+                self._do(fault, now)
+            else:
+                self._planned.append(fault)
+        return True, ", ".join(fault.words for fault in faults)
+
+    # ------------------------------------------------------------ what
+
+    def _do(self, fault: Fault, now: float) -> None:
+        kind = KINDS[fault.kind]
+        there = True
+        if fault.kind in ("kill", "kill_syncer"):
+            there = self._parts.kill(fault.part, fault.for_s)
+        else:
+            self._active.append(Active(fault, now + fault.for_s if fault.for_s else None))
+            if kind.link:
+                self._set_link(fault.part)
+            elif kind.inside:
+                self._set_inside(fault.part)
+            else:
+                there = self._parts.signal(fault.part, signal.SIGSTOP)
+        lasts = f" for {fault.for_s:g} s" if fault.for_s else ""
+        self._note("fault", fault, fault.what + lasts + ("" if there else ", but it was not running"))
+
+    def _heal(self, active: Active) -> None:
+        fault, kind = active.fault, KINDS[active.fault.kind]
+        self._active.remove(active)
+        if kind.link:
+            self._set_link(fault.part)
+        elif kind.inside:
+            self._set_inside(fault.part)
+        elif not any(other.fault.part == fault.part and other.fault.kind == "freeze" for other in self._active):
+            self._parts.signal(fault.part, signal.SIGCONT)
+        self._note("healed", fault, fault.what)
+
+    def _note(self, what: str, fault: Fault, detail: str) -> None:
+        self._metrics.write("event", what=what, island=fault.part, detail=detail, fault=fault.kind, words=fault.words)
+        self._teller.tell(what, {**_who(fault.part), "kind": fault.kind, "detail": detail, "words": fault.words})
+
+    def _suffered(self, part: str) -> list[Fault]:
+        return [active.fault for active in self._active if active.fault.part == part]
+
+    def _set_inside(self, part: str) -> None:
+        """Of several faults of one kind the last counts."""
+        wrong = {fault.kind: fault.amount or 1.0 for fault in self._suffered(part) if KINDS[fault.kind].inside}
+        write_json(self._folder / f"{part}.json", wrong)
+
+    def _set_link(self, part: str) -> None:
+        assert self._proxy is not None, "a fault of a link without a proxy"
+        faults = self._suffered(part)
+        kinds = {fault.kind for fault in faults}
+        up, down = (_condition([f for f in faults if f.direction in (way, "both")]) for way in ("up", "down"))
+        self._proxy.set(part, LinkState("cut" in kinds, "drop" in kinds, up, down))
+
+
+def _who(part: str) -> dict[str, str]:
+    """As the tape names them."""
+    return {"part": part} if part == "syncer" else {"learner": part}
+
+
+def _condition(faults: Sequence[Fault]) -> Condition:
+    amount = {fault.kind: fault.amount for fault in faults}
+    rate = amount["throttle"] * BYTES_PER_MBIT if "throttle" in amount else None
+    return Condition(rate, amount.get("delay", 0.0) / 1000, amount.get("corrupt"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all, for readers that look at any moment."""
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text(json.dumps(value))
+    os.replace(beside, path)
