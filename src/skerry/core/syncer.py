@@ -124,6 +124,15 @@ class SyncerCore:
         if learner is not None and learner.phase != "gone":
             learner.heard_at = learner.moved_at = now
 
+    def donor_for(self, name: str) -> str | None:
+        """A healthy learner whose optimizer state another one may take over: the one that has come furthest."""
+        healthy = [
+            learner
+            for learner in self.learners.values()
+            if learner.phase == "training" and learner.name != name and learner.merges and not learner.strikes
+        ]
+        return max(healthy, key=lambda learner: (learner.step, learner.name)).name if healthy else None
+
     def why_refused(self, offer: Contributed) -> str | None:
         """Why this contribution cannot be taken, or None. Asked before the bytes are read, and again when they are in."""
         if not 0 <= offer.fragment < len(self.fragments):

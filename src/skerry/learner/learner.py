@@ -12,8 +12,10 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import quote
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,10 +24,15 @@ from skerry.clock import Clock, SystemClock
 from skerry.core.exchange import Exchange
 from skerry.errors import WireError
 from skerry.learner.link import Link
+from skerry.learner.optimizer_state import OptimizerState
 from skerry.learner.replica import Replica
 from skerry.wire.connection import TLS
 
 log = logging.getLogger("skerry.learner")
+
+OptimizerSource = Literal["fresh", "own", "peer", "cold"]
+OWN_STATE_ROUNDS = 10
+"""An optimizer's state that was kept is used if it is not older than this many times H steps."""
 
 
 class Learner:
@@ -45,10 +52,38 @@ class Learner:
         self._in_step = False
         self._last_step_at: float | None = None
         self._left = False
+        self._optimizer_state: OptimizerSource = "fresh"
+        link.state = OptimizerState(optimizers, link.replica)
         self._handles: list[Any] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def recover(self, keep: Path | None) -> None:
+        """Give the optimizer a state, if the run is under way: the own one that was kept, a healthy peer's, or none."""
+        link = self._link
+        assert link.state is not None
+        if self._exchange.step > 0:
+            self._optimizer_state = self._recovered(link.state, keep)
+            link.restored(self._optimizer_state)
+        link.keep = keep
+
+    def _recovered(self, state: OptimizerState, keep: Path | None) -> OptimizerSource:
+        link = self._link
+        kept = OptimizerState.read(keep, link.run_id) if keep is not None else None
+        stale_after = OWN_STATE_ROUNDS * self._exchange.sync.every
+        try:
+            if kept is not None and self._exchange.step - kept[0] <= stale_after:
+                state.restore([kept[1]])
+                return "own"
+        except WireError as error:
+            log.warning("%s: the state that was kept cannot be used: %s", self.name, error)
+        try:
+            state.restore(link.fetch_state())
+            return "peer"
+        except WireError as error:
+            log.info("%s starts with a cold optimizer: %s", self.name, error)
+            return "cold"
 
     # ------------------------------------------------------------ what a loop may look at
 
@@ -74,6 +109,12 @@ class Learner:
     @property
     def connected(self) -> bool:
         return self._link.connected and not self._left
+
+    @property
+    def optimizer_state(self) -> OptimizerSource:
+        """Where the optimizer's state came from: "fresh" at the start of a run; for one that joined later "own" (kept by the
+        process before it), "peer", or "cold". With "cold" the first steps want a smaller learning rate."""
+        return self._optimizer_state
 
     @property
     def quarantined(self) -> bool:
@@ -126,6 +167,7 @@ class Learner:
         link = self._link
         with link.changed:
             self._exchange.stop()
+        link.keep_state()
         link.leave()
         deadline = self._clock.now() + timeout_s
         while True:
@@ -281,6 +323,7 @@ def join(
     tokens_per_step: int = 1,
     tls: TLS | None = None,
     timeout_s: float = 120.0,
+    keep: str | Path | None = None,
     clock: Clock | None = None,
 ) -> Learner:
     """Attach this process to the run that the syncer at `address` serves.
@@ -294,6 +337,8 @@ def join(
         tokens_per_step: how much one inner step counts in merging, unless `learner.count` says so step by step.
         tls: certificate files; by default from SKERRY_TLS_CA, SKERRY_TLS_CERT and SKERRY_TLS_KEY. Needed off loopback.
         timeout_s: how long to look for the syncer. Waiting for the other islands to start is not limited.
+        keep: a folder on this machine in which the optimizer's state is written from time to time, so that a process that
+            takes this one's place finds it there. Without it, and on another machine, the state comes from a peer.
     """
     if not isinstance(tokens_per_step, int) or tokens_per_step < 1:
         raise ValueError(f"tokens_per_step must be a whole number >= 1, got {tokens_per_step!r}")
@@ -320,4 +365,10 @@ def join(
     except BaseException:
         link.close()
         raise
-    return Learner(link, optimizers, tokens_per_step, clock)
+    learner = Learner(link, optimizers, tokens_per_step, clock)
+    try:
+        learner.recover(Path(keep) / f"{quote(name, safe='')}.optimizer.safetensors" if keep is not None else None)
+    except BaseException:
+        learner.detach()
+        raise
+    return learner

@@ -7,11 +7,13 @@ downloads wait in `prepared` for the training thread. When the syncer goes away 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
 import uuid
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load
@@ -25,10 +27,12 @@ from skerry.core.fragment import split
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
 from skerry.learner.loop import shared_loop
+from skerry.learner.optimizer_state import CannotKeep, OptimizerState
 from skerry.learner.replica import Arrival, Prepared, Replica
 from skerry.learner.workers import DaemonWorkers
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire import transfer
+from skerry.wire.chunks import state_limit_bytes
 from skerry.wire.connection import PROTOCOL, TLS, check_reachable, open_channel
 from skerry.wire.service import SyncerStub
 
@@ -40,6 +44,9 @@ REPORT_PAUSE_S = 0.01
 RETRY_TRANSFER_S = 0.5
 BACK_OFF_S = (0.2, 5.0)
 GATE_S = 0.2
+KEEP_EVERY_S = 20.0
+FETCH_STATE_S = 30.0
+STATE_TRIES = 3
 
 
 class Link:
@@ -67,6 +74,11 @@ class Link:
         self.last_error = "no attempt yet"
         self.leaving = False
         self.quarantined = False
+        self.state: OptimizerState | None = None
+        self.keep: Path | None = None
+        """Where the optimizer's state is kept from time to time."""
+        self._kept_at = 0.0
+        self._kept_step = 0
         self.fixed_loaded = False
         self._model = model
         self._tls = tls
@@ -256,6 +268,9 @@ class Link:
             await asyncio.sleep(HEARTBEAT_S)
             if self._clock.now() - self._reported_at >= HEARTBEAT_S / 2:
                 self._report()
+            if self.keep is not None and self._clock.now() - self._kept_at >= KEEP_EVERY_S:
+                self._kept_at = self._clock.now()
+                self._spawn(self._off_loop(self.keep_state))
 
     # ------------------------------------------------------------ messages
 
@@ -297,6 +312,8 @@ class Link:
                 self._to_report = True
             elif kind == "progress":
                 self._told(message.progress.run_tokens)
+            elif kind == "give_state":
+                self._spawn(self._give_state(message.give_state.ticket, message.give_state.part))
             elif kind == "caution":
                 self.quarantined = message.caution.quarantined
                 state = "not merged any more" if self.quarantined else "merged again"
@@ -367,6 +384,10 @@ class Link:
             )
         self._reported_at = self._clock.now()
         self._send(pb.ToSyncer(report=report))
+
+    @property
+    def run_id(self) -> str:
+        return self._run_id
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -483,6 +504,74 @@ class Link:
             self._pump()
 
         self._loop.call_later(RETRY_TRANSFER_S, self._guarded, retry)
+
+    # ------------------------------------------------------------ the optimizer's state
+
+    def keep_state(self) -> None:
+        """Write it down, for a process that takes this one's place. Called by any thread."""
+        exchange, keep = self.exchange, self.keep
+        if keep is None or self.state is None or exchange is None or exchange.step == self._kept_step:
+            return
+        step = exchange.step
+        try:
+            self.state.save_to(keep, self._run_id, step)
+        except CannotKeep as error:
+            if exchange.totals.steps:
+                log.warning("%s does not keep its optimizer's state: %s", self.name, error)
+                self.keep = None
+        except OSError as error:
+            log.warning("%s could not keep its optimizer's state in %s: %s", self.name, keep, error.strerror)
+        else:
+            self._kept_step = step
+
+    async def _give_state(self, ticket: int, part: int) -> None:
+        """A peer lost its own."""
+        lane, state = self._lane, self.state
+        header = pb.State(ticket=ticket, part=part, parts=state.parts if state else 0)
+        data = memoryview(b"")
+        if state is None or part >= state.parts:
+            header.reason = "there is no such part"
+        else:
+            try:
+                data = memoryview(await self._off_loop(state.pack, part))
+                header.size_bytes, header.checksum = len(data), codecs.checksum(data)
+            except CannotKeep as error:
+                header.reason = str(error)
+        assert lane is not None
+        with contextlib.suppress(WireError):  # whoever waits for it finds out
+            await lane.send_state(header, data, self._sent)
+
+    def fetch_state(self) -> list[bytes]:
+        """Every part of a healthy peer's optimizer state. Called by the training thread; raises WireError."""
+        fetching = asyncio.run_coroutine_threadsafe(self._fetch_state(), self._loop)
+        return fetching.result()
+
+    async def _fetch_state(self) -> list[bytes]:
+        assert self.replica is not None
+        limit = state_limit_bytes(self.replica.layout)
+        found: list[bytes] = []
+        tries = 0
+        while True:
+            lane = self._lane
+            if lane is None or not self.connected or self.goodbye is not None:
+                raise WireError("the syncer is away")
+            try:
+                parts, data = await asyncio.wait_for(lane.fetch_state(len(found), limit, self._got), FETCH_STATE_S)
+            except asyncio.TimeoutError:
+                raise WireError(f"nothing came within {FETCH_STATE_S:.0f} s") from None
+            except transfer.TryAgain as error:
+                tries += 1
+                if tries > STATE_TRIES:
+                    raise
+                log.debug("%s: part %d of a peer's state did not come: %s", self.name, len(found), error)
+                await asyncio.sleep(RETRY_TRANSFER_S)
+                continue
+            found.append(bytes(data))
+            if len(found) >= parts:
+                return found
+
+    def restored(self, source: str) -> None:
+        self._call(lambda: self._send(pb.ToSyncer(restored=pb.Restored(source=source))))
 
     # ------------------------------------------------------------ merged fragments
 

@@ -8,7 +8,7 @@ write parameters, and both hold the gate. On a GPU the gate orders work between 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +166,24 @@ class Replica:
             if event is not None:
                 event.synchronize()
             return base, values
+
+        return arrived
+
+    def copy_out(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Copy tensors that only the optimizer writes, holding the gate. The result gives the copies once they have arrived."""
+        if not self._cuda:
+            copies = [tensor.detach().clone() for tensor in tensors]
+            return lambda: copies
+        with torch.cuda.stream(self._stream):
+            if self._written is not None:
+                self._stream.wait_event(self._written)
+            copies = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
+            event = _recorded(self._stream)
+        self._being_read.append(event)
+
+        def arrived() -> list[Tensor]:
+            event.synchronize()
+            return copies
 
         return arrived
 

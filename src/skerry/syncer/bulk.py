@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,6 +19,7 @@ from skerry.core.fragment import Layout
 from skerry.core.merge import FragmentState
 from skerry.core.syncer import SyncerCore
 from skerry.errors import WireError
+from skerry.syncer.relay import NOTHING, Relay
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import Assembly, cut
 
@@ -33,6 +35,9 @@ Message = TypeVar("Message")
 Write = Callable[[pb.BulkToLearner], Awaitable[None]]
 
 
+Outgoing = pb.UploadReply | pb.Fetch | tuple[pb.State, memoryview] | None
+
+
 class Unhealthy(WireError):
     """A contribution that arrived as it was sent and cannot be merged. The state machine has written it down."""
 
@@ -46,6 +51,7 @@ class Host(Protocol):
     def bytes_moved(self, name: str) -> None: ...
     def dispatch(self, event: m.Event) -> None: ...
     def record(self, kind: str, data: dict[str, Any]) -> None: ...
+    def send(self, name: str, message: pb.ToLearner) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Bulk:
         self._published.append(Published(0, "safetensors", memoryview(fixed), codecs.checksum(fixed)))
         self._deltas: dict[tuple[int, str], Tensor] = {}
         self._under_way: set[tuple[str, int]] = set()
+        self.relay = Relay(layout, host)
 
     # ------------------------------------------------------------ what merging needs
 
@@ -104,12 +111,15 @@ class Bulk:
             if isinstance(item, pb.UploadReply):
                 await write(pb.BulkToLearner(reply=item))
                 continue
-            header, data = self._find(lane.name, lane.session, item)
-            if header.reason:
-                await write(pb.BulkToLearner(fetched=header))
-                continue
+            if isinstance(item, pb.Fetch):
+                header, data = self._find(lane.name, lane.session, item)
+                first = pb.BulkToLearner(fetched=header)
+            else:
+                first, data = pb.BulkToLearner(state=item[0]), item[1]
             for number, chunk in enumerate(cut(data)):
-                await write(pb.BulkToLearner(fetched=header if number == 0 else None, chunk=chunk))
+                message = first if number == 0 else pb.BulkToLearner()
+                message.chunk = chunk
+                await write(message)
                 self.bytes_moved(lane.name)
 
     def _find(self, name: str, session: str, wanted: pb.Fetch) -> tuple[pb.Fetched, memoryview]:
@@ -160,6 +170,9 @@ class Bulk:
     def bytes_moved(self, name: str) -> None:
         self._host.bytes_moved(name)
 
+    def is_connected(self, name: str, session: str) -> bool:
+        return self._host.is_connected(name, session)
+
     def refused(self, name: str, header: pb.Upload | None, reason: str) -> None:
         what = {"fragment": header.fragment, "step": header.step} if header is not None else {}
         self._host.record("refused", {"learner": name[:MAX_NAME], **what, "reason": reason})
@@ -192,9 +205,9 @@ class _Lane:
 
     def __init__(self, bulk: Bulk, name: str, session: str) -> None:
         self.name, self.session = name, session
-        self.outbox: asyncio.Queue[pb.UploadReply | pb.Fetch | None] = asyncio.Queue(LANE_QUEUE)
+        self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue(LANE_QUEUE)
         self._bulk = bulk
-        self._header: pb.Upload | None = None
+        self._header: pb.Upload | pb.State | None = None
         self._assembly: Assembly | None = None
         self._decoding: set[asyncio.Task[None]] = set()
 
@@ -207,9 +220,15 @@ class _Lane:
                 if kind == "fetch":
                     await self.outbox.put(message.fetch)
                     continue
+                if kind == "fetch_state":
+                    self._fetch_state(message.fetch_state.part)
+                    continue
                 if kind == "upload":
                     await self._end_early()
                     await self._begin(message.upload)
+                elif kind == "state":
+                    await self._end_early()
+                    self._begin_state(message.state)
                 elif self._header is None:
                     await self._refuse(None, WireError("an upload must start with its header"))
                 await self._add(message.chunk)
@@ -219,6 +238,31 @@ class _Lane:
         finally:
             # What is half here will not be finished. What is being decoded has arrived, and counts.
             self._drop()
+
+    def _fetch_state(self, part: int) -> None:
+        def deliver(header: pb.State, data: memoryview) -> None:
+            # If it is full or nobody reads it any more, the learner asks again or does without.
+            with contextlib.suppress(asyncio.QueueFull):
+                self.outbox.put_nowait((header, data))
+
+        if self._bulk.is_connected(self.name, self.session):
+            self._bulk.relay.want(self.name, part, deliver)
+        else:
+            deliver(pb.State(part=part, reason=f"{self.name[:MAX_NAME]!r} is not connected with this session"), NOTHING)
+
+    def _begin_state(self, header: pb.State) -> None:
+        self._header = header
+        try:
+            if not self._bulk.is_connected(self.name, self.session):
+                raise WireError("not connected with this session")
+            self._bulk.relay.check(self.name, header)
+        except WireError as error:
+            self._bulk.refused(self.name, None, str(error))
+            return
+        if header.reason:
+            self._bulk.relay.given(header, NOTHING)
+        else:
+            self._assembly = Assembly(header.size_bytes, header.checksum)
 
     async def _refuse(self, header: pb.Upload | None, error: WireError, damaged: bool = False) -> None:
         self._bulk.refused(self.name, header, str(error))
@@ -230,8 +274,10 @@ class _Lane:
 
     def _drop(self) -> None:
         """Nothing more is wanted of the contribution begun last: its chunks are passed over until another begins."""
-        if self._assembly is not None and self._header is not None:
+        if self._assembly is not None and isinstance(self._header, pb.Upload):
             self._bulk.release(self.name, self._header.fragment)
+        if self._assembly is not None and isinstance(self._header, pb.State):
+            self._bulk.relay.failed(self._header, "the peer's stream broke")
         self._assembly = None
 
     async def _begin(self, header: pb.Upload) -> None:
@@ -254,7 +300,8 @@ class _Lane:
             self._assembly.add(chunk)
         except WireError as error:
             self._drop()
-            await self._refuse(self._header, error)
+            if isinstance(self._header, pb.Upload):
+                await self._refuse(self._header, error)
             return
         self._bulk.bytes_moved(self.name)
         if self._assembly.complete:
@@ -264,13 +311,19 @@ class _Lane:
         if self._assembly is not None and self._header is not None:
             await self._finish(self._header, self._assembly)
 
-    async def _finish(self, header: pb.Upload, assembly: Assembly) -> None:
+    async def _finish(self, header: pb.Upload | pb.State, assembly: Assembly) -> None:
         self._header = self._assembly = None
         try:
             data = assembly.finish()
         except WireError as error:
+            if isinstance(header, pb.State):
+                self._bulk.relay.failed(header, str(error))
+                return
             self._bulk.release(self.name, header.fragment)
             await self._refuse(header, error, damaged=True)
+            return
+        if isinstance(header, pb.State):
+            self._bulk.relay.given(header, data)
             return
         task = asyncio.get_running_loop().create_task(self._take(header, data))
         self._decoding.add(task)

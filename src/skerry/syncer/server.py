@@ -129,12 +129,12 @@ class SyncerServer:
                 run_tokens=self.core.tokens,
                 quarantined=action.quarantined,
             )
-            self._send(action.name, pb.ToLearner(welcome=welcome))
+            self.send(action.name, pb.ToLearner(welcome=welcome))
         elif isinstance(action, m.Begin):
-            self._send(action.name, pb.ToLearner(begin=pb.Begin(step=action.step)))
+            self.send(action.name, pb.ToLearner(begin=pb.Begin(step=action.step)))
         elif isinstance(action, m.Ask):
             ask = pb.Ask(fragment=action.fragment, step=action.step, min_base=action.min_base)
-            self._send(action.name, pb.ToLearner(ask=ask))
+            self.send(action.name, pb.ToLearner(ask=ask))
         elif isinstance(action, m.Announce):
             for name, counted in zip(action.names, action.counted, strict=True):
                 announce = pb.Announce(
@@ -144,21 +144,21 @@ class SyncerServer:
                     counted=counted,
                     run_tokens=self.core.tokens,
                 )
-                self._send(name, pb.ToLearner(announce=announce))
+                self.send(name, pb.ToLearner(announce=announce))
         elif isinstance(action, m.Merge):
             task = asyncio.get_running_loop().create_task(self._merge(action))
             self._merging.add(task)
             task.add_done_callback(self._merge_done)
         elif isinstance(action, m.StopTraining):
-            self._send(action.name, self._progress())
-            self._send(action.name, pb.ToLearner(stop=pb.Stop()))
+            self.send(action.name, self._progress())
+            self.send(action.name, pb.ToLearner(stop=pb.Stop()))
         elif isinstance(action, m.Caution):
             caution = pb.Caution(quarantined=action.quarantined, reason=action.reason)
-            self._send(action.name, pb.ToLearner(caution=caution))
+            self.send(action.name, pb.ToLearner(caution=caution))
         elif isinstance(action, m.Goodbye):
             expected = action.reason in (m.LEFT, m.OVER)
             goodbye = pb.Goodbye(reason=action.reason, final=action.final, expected=expected)
-            self._send(action.name, pb.ToLearner(goodbye=goodbye))
+            self.send(action.name, pb.ToLearner(goodbye=goodbye))
             if action.final:
                 self._dismissed.add(action.name)
             connection = self._connections.pop(action.name, None)
@@ -175,7 +175,7 @@ class SyncerServer:
         """Is there a learner that was given up and has not been told that it need not come back?"""
         return any(learner.began and name not in self._dismissed for name, learner in self.core.learners.items())
 
-    def _send(self, name: str, message: pb.ToLearner) -> None:
+    def send(self, name: str, message: pb.ToLearner) -> None:
         connection = self._connections.get(name)
         if connection is not None:
             connection.send(message)
@@ -343,6 +343,8 @@ class SyncerServer:
                     self.dispatch(m.NothingToGive(name, message.nothing.fragment, message.nothing.step))
                 elif kind == "leaving":
                     self.dispatch(m.Leaving(name))
+                elif kind == "restored":
+                    self.record("optimizer_state", {"learner": name, "source": message.restored.source[:MAX_NAME]})
                 else:
                     self.record("refused", {"learner": name, "reason": f"unexpected {kind or 'empty'} message"})
         finally:
@@ -402,6 +404,7 @@ class SyncerServer:
         while self._merging:
             await asyncio.gather(*self._merging, return_exceptions=True)
         self._write_summary()
+        self._bulk.relay.close()
         self._mergers.shutdown()
         try:
             await self._tape.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from types import FrameType
 
 from skerry.clock import Clock
 from skerry.config import Config
+from skerry.errors import RunFailed
 from skerry.learner.learner import Learner, join
 from skerry.train.job import build_job, lr_factor
 from skerry.wire.connection import TLS
@@ -27,12 +29,16 @@ def run_island(
     config: Config,
     tls: TLS | None = None,
     *,
+    keep: str | None = None,
     clock: Clock | None = None,
     on_joined: Callable[[Learner], None] | None = None,
 ) -> None:
     job = build_job(config)
-    learner = join(address, job.model, job.optimizers, name=name, tokens_per_step=job.step_tokens, tls=tls, clock=clock)
-    log.info("%s joined in slot %d at step %d, on %s", name, learner.slot, learner.step, job.device)
+    learner = join(
+        address, job.model, job.optimizers, name=name, tokens_per_step=job.step_tokens, tls=tls, keep=keep, clock=clock
+    )
+    where = (learner.slot, learner.step, learner.optimizer_state, job.device)
+    log.info("%s joined in slot %d at step %d with optimizer state %s, on %s", name, *where)
     if on_joined is not None:
         on_joined(learner)
     asked_to_stop = False
@@ -43,7 +49,7 @@ def run_island(
         learner.stop()
 
     signal.signal(signal.SIGTERM, on_terminate)
-    cold = learner.step > 0
+    cold = learner.optimizer_state == "cold"
     own_step = 0
     report_at = 0.0
     while not learner.finished:
@@ -52,7 +58,11 @@ def run_island(
         loss = job.backward(*job.batch(learner.step, learner.slot))
         if time.monotonic() >= report_at:
             # Reading the loss waits for the device, so it is not done at every step.
-            learner.report(float(loss))
+            last_loss = float(loss)
+            learner.report(last_loss)
+            if learner.quarantined and not math.isfinite(last_loss):
+                # It cannot get well by itself. The next process starts from the run's weights and a healthy optimizer.
+                raise RunFailed(f"{name} is in quarantine and its loss is {last_loss}: starting again")
             report_at = time.monotonic() + REPORT_EVERY_S
         job.apply()
         own_step += 1

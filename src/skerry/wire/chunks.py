@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from skerry.core.codec import checksum
+from skerry.core.fragment import Layout
 from skerry.errors import WireError
 
 CHUNK_BYTES = 1 << 20
+STATE_PART_BYTES = 16 << 20
+"""Optimizer state travels in parts; parameters are put into one until it has about this many bytes."""
+
+
+def state_limit_bytes(layout: Layout) -> int:
+    """No part can be larger: the parameter put in last may be the largest there is, with several tensors of state."""
+    return 4 * STATE_PART_BYTES + 16 * max((spec.numel for spec in layout.tensors), default=0)
 
 
 def cut(data: memoryview) -> Iterator[bytes]:

@@ -49,18 +49,20 @@ class RunDescription(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., sync_json: _Optional[str] = ..., job_json: _Optional[str] = ...) -> None: ...
 
 class ToSyncer(_message.Message):
-    __slots__ = ("hello", "ready", "report", "nothing", "leaving")
+    __slots__ = ("hello", "ready", "report", "nothing", "leaving", "restored")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     NOTHING_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     ready: Ready
     report: Report
     nothing: NothingToGive
     leaving: Leaving
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., nothing: _Optional[_Union[NothingToGive, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    restored: Restored
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., nothing: _Optional[_Union[NothingToGive, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "rule")
@@ -126,8 +128,14 @@ class Leaving(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Restored(_message.Message):
+    __slots__ = ("source",)
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    def __init__(self, source: _Optional[str] = ...) -> None: ...
+
 class ToLearner(_message.Message):
-    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution")
+    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +145,7 @@ class ToLearner(_message.Message):
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     CAUTION_FIELD_NUMBER: _ClassVar[int]
+    GIVE_STATE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     begin: Begin
@@ -146,7 +155,8 @@ class ToLearner(_message.Message):
     goodbye: Goodbye
     progress: Progress
     caution: Caution
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ...) -> None: ...
+    give_state: GiveState
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ..., give_state: _Optional[_Union[GiveState, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_steps", "quarantined")
@@ -228,6 +238,14 @@ class Caution(_message.Message):
     reason: str
     def __init__(self, quarantined: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
+class GiveState(_message.Message):
+    __slots__ = ("ticket", "part")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    part: int
+    def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+
 class Progress(_message.Message):
     __slots__ = ("run_tokens", "step")
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -237,16 +255,20 @@ class Progress(_message.Message):
     def __init__(self, run_tokens: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class BulkToSyncer(_message.Message):
-    __slots__ = ("hello", "upload", "fetch", "chunk")
+    __slots__ = ("hello", "upload", "fetch", "state", "fetch_state", "chunk")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_STATE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     hello: BulkHello
     upload: Upload
     fetch: Fetch
+    state: State
+    fetch_state: FetchState
     chunk: bytes
-    def __init__(self, hello: _Optional[_Union[BulkHello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[BulkHello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., fetch_state: _Optional[_Union[FetchState, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class BulkHello(_message.Message):
     __slots__ = ("name", "session")
@@ -286,15 +308,41 @@ class Fetch(_message.Message):
     version: int
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
+class FetchState(_message.Message):
+    __slots__ = ("part",)
+    PART_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    def __init__(self, part: _Optional[int] = ...) -> None: ...
+
+class State(_message.Message):
+    __slots__ = ("ticket", "part", "parts", "size_bytes", "checksum", "reason", "again")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    part: int
+    parts: int
+    size_bytes: int
+    checksum: int
+    reason: str
+    again: bool
+    def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., again: bool = ...) -> None: ...
+
 class BulkToLearner(_message.Message):
-    __slots__ = ("reply", "fetched", "chunk")
+    __slots__ = ("reply", "fetched", "state", "chunk")
     REPLY_FIELD_NUMBER: _ClassVar[int]
     FETCHED_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     reply: UploadReply
     fetched: Fetched
+    state: State
     chunk: bytes
-    def __init__(self, reply: _Optional[_Union[UploadReply, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, reply: _Optional[_Union[UploadReply, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class UploadReply(_message.Message):
     __slots__ = ("fragment", "step", "accepted", "reason", "damaged")

@@ -39,6 +39,10 @@ async def describe(stub: SyncerStub, protocol: int, timeout_s: float = 10.0) -> 
         return await stub.describe(pb.DescribeRequest(protocol=protocol), timeout=timeout_s)
 
 
+class TryAgain(WireError):
+    """A refusal that may not last."""
+
+
 @dataclass
 class _Fetch:
     """A version on its way here."""
@@ -50,6 +54,8 @@ class _Fetch:
     done: asyncio.Future[tuple[str, memoryview]]
     codec: str = ""
     assembly: Assembly | None = None
+    limit_bytes: int = 0
+    parts: int = 0
 
     def fail(self, error: WireError) -> None:
         if not self.done.done():
@@ -75,6 +81,7 @@ class Lane:
         self._replies: dict[tuple[int, int], asyncio.Future[pb.UploadReply]] = {}
         self._fetches: deque[_Fetch] = deque()
         self._arriving: _Fetch | None = None
+        self._state: _Fetch | None = None
 
     async def upload(self, header: pb.Upload, data: memoryview, sent: Callable[[int], None]) -> pb.UploadReply:
         """Send one contribution. The syncer may answer before it has everything, if it does not want it."""
@@ -115,6 +122,32 @@ class Lane:
                 raise
         return await fetch.done
 
+    async def fetch_state(self, part: int, limit_bytes: int, received: Callable[[int], None]) -> tuple[int, memoryview]:
+        """One part of a peer's optimizer state; gives how many there are as well. One at a time."""
+        assert self._state is None, "optimizer state is fetched one part after the other"
+        done: asyncio.Future[tuple[str, memoryview]] = asyncio.get_running_loop().create_future()
+        fetch = self._state = _Fetch(part, 0, lambda header: None, received, done, limit_bytes=limit_bytes)
+        try:
+            async with self._writing:
+                call = await self._open()
+                with wire_errors():
+                    await call.write(pb.BulkToSyncer(fetch_state=pb.FetchState(part=part)))
+            _, data = await done
+        finally:
+            self._state = None
+            _forget(done)
+        return fetch.parts, data
+
+    async def send_state(self, header: pb.State, data: memoryview, sent: Callable[[int], None]) -> None:
+        async with self._uploading:
+            async with self._writing:
+                call = await self._open()
+            for number, chunk in enumerate(cut(data)):
+                async with self._writing:
+                    with wire_errors():
+                        await call.write(pb.BulkToSyncer(state=header if number == 0 else None, chunk=chunk))
+                sent(len(chunk))
+
     async def close(self) -> None:
         if self._call is not None:
             self._call.cancel()
@@ -146,7 +179,7 @@ class Lane:
             self._fetches.clear()
             self._replies.clear()
             self._arriving = None
-            for fetch in fetches:
+            for fetch in [*fetches, *([self._state] if self._state else [])]:
                 fetch.fail(ended)
             for reply in replies:
                 if not reply.done():
@@ -161,6 +194,8 @@ class Lane:
             return
         if kind == "fetched":
             self._begin_fetch(message.fetched)
+        elif kind == "state":
+            self._begin_state(message.state)
         fetch = self._arriving
         if fetch is None:
             return  # the rest of something that was found to be wrong
@@ -177,10 +212,26 @@ class Lane:
             self._arriving = None
             fetch.fail(error)
 
-    def _begin_fetch(self, header: pb.Fetched) -> None:
+    def _begin_state(self, header: pb.State) -> None:
+        self._cut_short()
+        fetch = self._state
+        if fetch is None or fetch.fragment != header.part:
+            return  # the answer to a question that was given up
+        if header.reason:
+            fetch.fail(TryAgain(header.reason) if header.again else WireError(header.reason))
+        elif header.size_bytes > fetch.limit_bytes:
+            fetch.fail(WireError(f"a part of optimizer state has at most {fetch.limit_bytes} bytes"))
+        else:
+            fetch.parts, fetch.assembly = header.parts, Assembly(header.size_bytes, header.checksum)
+            self._arriving = fetch
+
+    def _cut_short(self) -> None:
         if self._arriving is not None:
             self._arriving.fail(WireError(f"fragment {self._arriving.fragment} was cut short by another"))
             self._arriving = None
+
+    def _begin_fetch(self, header: pb.Fetched) -> None:
+        self._cut_short()
         fetch = self._fetches.popleft() if self._fetches else None
         if fetch is None or (fetch.fragment, fetch.version) != (header.fragment, header.version):
             if fetch is not None:

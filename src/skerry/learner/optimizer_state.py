@@ -1,0 +1,164 @@
+"""An optimizer's state as named tensors: to keep on disk, or to hand to an island that has lost its own. No pickle.
+
+The state is cut into parts of bounded size, the same on every island that has the same optimizers. Copies are taken parameter
+by parameter while training goes on, so two parameters may be a step apart; moments do not mind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.optim import Optimizer
+
+from skerry.errors import WireError
+from skerry.learner.replica import Replica
+from skerry.wire.chunks import STATE_PART_BYTES
+
+
+class CannotKeep(Exception):
+    """There is no state yet, or it holds something that is neither a tensor nor a number."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter and where its state is found."""
+
+    optimizer: Optimizer
+    group: dict[str, Any]
+    parameter: Tensor
+    name: str
+
+
+class OptimizerState:
+    def __init__(self, optimizers: Sequence[Optimizer], replica: Replica) -> None:
+        self._replica = replica
+        self._parts: list[list[_Place]] = [[]]
+        size = 0
+        for number, optimizer in enumerate(optimizers):
+            parameters = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+            for index, (group, parameter) in enumerate(parameters):
+                if size >= STATE_PART_BYTES:
+                    self._parts.append([])
+                    size = 0
+                self._parts[-1].append(_Place(optimizer, group, parameter, f"{number}/{index}"))
+                size += 8 * parameter.numel()
+
+    @property
+    def parts(self) -> int:
+        return len(self._parts)
+
+    def pack(self, part: int) -> bytes:
+        """One part, as safetensors. Called from another thread than the one that trains."""
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, Any] = {}
+        for place in self._parts[part]:
+            found, plain = self._copy(place)
+            tensors.update(found)
+            numbers.update(plain)
+        if not tensors and not numbers:
+            raise CannotKeep("the optimizer has no state yet")
+        return save(tensors, {"numbers": json.dumps(numbers)})
+
+    def _copy(self, place: _Place) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        with self._replica.gate:
+            state = dict(place.optimizer.state.get(place.parameter, {}))
+            wanted = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            copies = self._replica.copy_out(list(wanted.values()))
+        tensors = {f"{place.name}/{key}": copy for key, copy in zip(wanted, copies(), strict=True)}
+        numbers = {f"{place.name}/{key}": value for key, value in state.items() if key not in wanted and value is not None}
+        for key, value in numbers.items():
+            if not isinstance(value, (int, float, bool)):
+                raise CannotKeep(f"{type(place.optimizer).__name__} keeps {key.split('/')[-1]!r} as {type(value).__name__}")
+        return tensors, numbers
+
+    def restore(self, packed: Sequence[bytes]) -> None:
+        """Before training. All parts or none: raises WireError, and leaves the optimizer as it is, if anything does not fit."""
+        found: dict[str, Any] = {}
+        for data in packed:
+            try:
+                found.update(load(data))
+                found.update(json.loads(_metadata(data).get("numbers", "{}")))
+            except (SafetensorError, ValueError) as error:
+                raise WireError(f"this is no optimizer state: {error}") from None
+        states: list[tuple[_Place, dict[str, Any]]] = []
+        for place in (place for part in self._parts for place in part):
+            prefix = f"{place.name}/"
+            state = {key.removeprefix(prefix): found.pop(key) for key in list(found) if key.startswith(prefix)}
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    _check(f"{prefix}{key}", value, place.parameter)
+            if state:
+                states.append((place, {key: _placed(key, value, place) for key, value in state.items()}))
+        if found or not states:
+            raise WireError(f"optimizer state of another optimizer: {', '.join(list(found)[:3]) or 'it is empty'}")
+        for place, state in states:
+            place.optimizer.state[place.parameter] = state
+
+    # ------------------------------------------------------------ on disk
+
+    def save_to(self, path: Path, run_id: str, step: int) -> None:
+        """Every part into one file, which is there whole or as it was before."""
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, Any] = {}
+        for part in range(self.parts):
+            for place in self._parts[part]:
+                found, plain = self._copy(place)
+                tensors.update(found)
+                numbers.update(plain)
+        data = save(tensors, {"numbers": json.dumps(numbers), "run_id": run_id, "step": str(step)})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    @staticmethod
+    def read(path: Path, run_id: str) -> tuple[int, bytes] | None:
+        """The step it was kept at, and the file; None if there is none of this run."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+            if metadata.get("run_id") != run_id:
+                return None
+            return int(metadata["step"]), path.read_bytes()
+        except (OSError, SafetensorError, ValueError, KeyError):
+            return None
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    metadata: dict[str, str] = header.get("__metadata__", {})
+    return metadata
+
+
+def _check(name: str, value: Tensor, parameter: Tensor) -> None:
+    if value.numel() > max(1, parameter.numel()):
+        raise WireError(f"optimizer state {name} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}")
+    if value.is_floating_point() and not bool(value.isfinite().all()):
+        raise WireError(f"optimizer state {name} is not finite")
+
+
+def _placed(key: str, value: Any, place: _Place) -> Any:
+    """Where torch's own optimizers expect it: counters stay on the host unless a kernel reads them."""
+    if not isinstance(value, Tensor):
+        return value
+    on_device = place.group.get("capturable") or place.group.get("fused")
+    return value if key == "step" and not on_device else value.to(place.parameter.device)

@@ -1,0 +1,90 @@
+"""Optimizer state passed from a healthy learner to one that has lost its own, part by part. Nothing is kept here."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from skerry.core.fragment import Layout
+from skerry.core.syncer import SyncerCore
+from skerry.errors import WireError
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import state_limit_bytes
+
+WAIT_S = 20.0
+"""How long a peer may take to send one part."""
+AT_ONCE = 4
+"""Parts on their way at a time: this bounds the memory they take."""
+
+Deliver = Callable[[pb.State, memoryview], None]
+NOTHING = memoryview(b"")
+
+
+class Host(Protocol):
+    core: SyncerCore
+
+    def send(self, name: str, message: pb.ToLearner) -> None: ...
+    def record(self, kind: str, data: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class _Wanted:
+    name: str
+    part: int
+    donor: str
+    deliver: Deliver
+    timer: asyncio.TimerHandle
+
+
+class Relay:
+    def __init__(self, layout: Layout, host: Host) -> None:
+        self._host = host
+        self._tickets = itertools.count(1)
+        self._wanted: dict[int, _Wanted] = {}
+        self._limit_bytes = state_limit_bytes(layout)
+
+    def want(self, name: str, part: int, deliver: Deliver) -> None:
+        donor = self._host.core.donor_for(name)
+        if donor is None:
+            deliver(pb.State(part=part, reason="there is no healthy peer"), NOTHING)
+            return
+        if len(self._wanted) >= AT_ONCE:
+            deliver(pb.State(part=part, reason="others are being served", again=True), NOTHING)
+            return
+        ticket = next(self._tickets)
+        timer = asyncio.get_running_loop().call_later(WAIT_S, self._too_late, ticket)
+        self._wanted[ticket] = _Wanted(name, part, donor, deliver, timer)
+        self._host.send(donor, pb.ToLearner(give_state=pb.GiveState(ticket=ticket, part=part)))
+        if part == 0:
+            self._host.record("state_relayed", {"learner": name, "donor": donor})
+
+    def _too_late(self, ticket: int) -> None:
+        wanted = self._wanted.pop(ticket, None)
+        if wanted is not None:
+            late = f"{wanted.donor} did not send its state within {WAIT_S:.0f} s"
+            answer = pb.State(part=wanted.part, reason=late, again=True)
+            wanted.deliver(answer, NOTHING)
+
+    def check(self, name: str, header: pb.State) -> None:
+        """Before memory is set aside for it."""
+        wanted = self._wanted.get(header.ticket)
+        if wanted is None or wanted.donor != name or wanted.part != header.part:
+            raise WireError(f"{name} was not asked for part {header.part} of its state")
+        if header.size_bytes > self._limit_bytes:
+            raise WireError(f"a part of optimizer state has at most {self._limit_bytes} bytes, {header.size_bytes} declared")
+
+    def given(self, header: pb.State, data: memoryview) -> None:
+        wanted = self._wanted.pop(header.ticket, None)
+        if wanted is not None:
+            wanted.timer.cancel()
+            wanted.deliver(header, data)
+
+    def failed(self, header: pb.State, reason: str) -> None:
+        self.given(pb.State(ticket=header.ticket, part=header.part, reason=reason, again=True), NOTHING)
+
+    def close(self) -> None:
+        for wanted in self._wanted.values():
+            wanted.timer.cancel()
