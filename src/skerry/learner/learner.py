@@ -10,7 +10,9 @@ import logging
 import operator
 import os
 import socket
+import statistics
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -51,6 +53,7 @@ class Learner:
         self._outer_call: FrameType | None = None
         self._in_step = False
         self._last_step_at: float | None = None
+        self._step_times: deque[float] = deque(maxlen=15)
         self._left = False
         self._optimizer_state: OptimizerSource = "fresh"
         link.state = OptimizerState(optimizers, link.replica)
@@ -242,8 +245,10 @@ class Learner:
         link = self._link
         now = self._clock.now()
         if self._last_step_at is not None:
-            took = now - self._last_step_at
-            link.step_time_s = took if not link.step_time_s else 0.9 * link.step_time_s + 0.1 * took
+            self._step_times.append(now - self._last_step_at)
+            link.stall_s = max(link.stall_s, self._step_times[-1])
+            # The median, so that one pause does not look like slowness for a while.
+            link.step_time_s = statistics.median(self._step_times)
         self._last_step_at = now
         tokens = self._tokens_per_step if self._counted is None else self._counted
         self._counted = None

@@ -66,6 +66,8 @@ class Link:
         self.run_tokens = 0
         self.loss: float | None = None
         self.step_time_s = 0.0
+        self.stall_s = 0.0
+        """The longest time between two steps since the last report."""
         self.sent_bytes = 0
         self.received_bytes = 0
         self.connected = False
@@ -381,7 +383,10 @@ class Link:
                 loss=self.loss,
                 sent_bytes=self.sent_bytes,
                 received_bytes=self.received_bytes,
+                steps=exchange.totals.steps,
+                stall_s=self.stall_s,
             )
+            self.stall_s = 0.0
         self._reported_at = self._clock.now()
         self._send(pb.ToSyncer(report=report))
 

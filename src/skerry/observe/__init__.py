@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from skerry.observe.accounting import Accountant, RunAccount, account_of
 from skerry.observe.plot import plot_run
 from skerry.observe.status import Event, IslandStatus, Result, RunStatus, Validation
 from skerry.observe.view import LiveView, PlainView, View, open_view
-from skerry.observe.words import summary
+from skerry.observe.words import account_lines, summary
 
 __all__ = [
+    "Accountant",
     "Event",
     "IslandStatus",
     "LiveView",
     "PlainView",
     "Result",
+    "RunAccount",
     "RunStatus",
     "Validation",
     "View",
+    "account_lines",
+    "account_of",
     "open_view",
     "plot_run",
     "summary",

@@ -5,6 +5,7 @@ Everything here returns text without control characters, whatever the records ho
 
 from __future__ import annotations
 
+from skerry.observe.accounting import RunAccount
 from skerry.observe.status import Event, RunStatus, Validation
 
 LOSSES_LISTED = 8
@@ -135,6 +136,33 @@ def summary(status: RunStatus) -> str:
     if sample:
         lines += ["sample", *(f"  {_readable(line)}".rstrip() for line in sample.splitlines())]
     return "\n".join(lines)
+
+
+def account_lines(account: RunAccount) -> str:
+    """What became of the islands' time. docs/accounting.md says what the words mean."""
+    if not account.islands:
+        return ""
+    lines = [
+        f"goodput          {_percent(account.goodput)} of allocated island time, {_percent(account.goodput_alive)} while alive",
+        f"uptime           {_percent(account.uptime)}; no island stepped for {account.longest_pause_s:.1f} s at the longest",
+        f"merged alone     {account.merges_alone} of {account.merges} merges; in the mean {account.merged_share:.1%} took part",
+    ]
+    for island in account.islands.values():
+        stall = f"stall {island.longest_stall_s:.2f} s"
+        if island.step_time_s:
+            stall += f" ({island.longest_stall_s / island.step_time_s:.1f} steps)"
+        deaths = f", {island.deaths} deaths" if island.deaths else ""
+        useful = _percent(island.useful_s / island.allocated_s if island.allocated_s else None)
+        lines.append(f"  {island.name:<14} useful {useful}, lost {island.lost_s:.1f} s, {stall}{deaths}")
+    back = [recovery.seconds for recovery in account.recoveries if recovery.seconds is not None]
+    if account.recoveries:
+        longest = f", longest {max(back):.1f} s" if back else ""
+        lines.append(f"recoveries       {len(back)} of {len(account.recoveries)} injuries{longest} until the next merge")
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _restarts(status: RunStatus) -> str:

@@ -14,22 +14,8 @@ from skerry.core.syncer import SyncerCore
 from skerry.errors import StoreError
 from skerry.metrics import MetricsWriter
 
-EVENTS = (
-    "joined",
-    "disconnected",
-    "lost",
-    "left",
-    "began",
-    "closing",
-    "syncer_started",
-    "merge_failed",
-    "unhealthy",
-    "quarantined",
-    "readmitted",
-    "fault",
-    "healed",
-    "restarted",
-)
+EVENTS = ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed", "unhealthy",
+          "quarantined", "readmitted")  # fmt: skip
 
 
 @dataclass
@@ -39,6 +25,8 @@ class Vitals:
     loss: float | None = None
     sent_bytes: int = 0
     received_bytes: int = 0
+    steps: int = 0
+    stall_s: float = 0.0
 
 
 class Diary:
@@ -47,6 +35,7 @@ class Diary:
         self._clock = clock
         self._started = clock.now()
         self._counts: dict[str, tuple[float, int]] = {}
+        self._said: dict[str, Vitals] = {}
 
     def close(self) -> None:
         self._writer.close()
@@ -91,7 +80,9 @@ class Diary:
             then, tokens = self._counts.get(learner.name, (self._started, 0))
             rate = max(0, learner.tokens - tokens) / (now - then) if now > then else 0.0
             self._counts[learner.name] = (now, learner.tokens)
-            said = vitals.get(learner.name)
+            connected = learner.name in vitals
+            said = vitals.get(learner.name) or self._said.get(learner.name) or Vitals()
+            self._said[learner.name] = said
             self._note(
                 "island",
                 island=learner.name,
@@ -99,9 +90,15 @@ class Diary:
                 step=learner.step,
                 tokens=learner.tokens,
                 tokens_per_s=round(rate, 1),
-                loss=said.loss if said else None,
+                loss=said.loss if connected else None,
                 weight=round(learner.last_share, 4),
                 merges=learner.merges,
-                sent_bytes=said.sent_bytes if said else None,
-                received_bytes=said.received_bytes if said else None,
+                sent_bytes=said.sent_bytes if connected else None,
+                received_bytes=said.received_bytes if connected else None,
+                session=learner.session[:12],
+                steps=said.steps,
+                counted=sum(fragment.counted_upto(learner.name) for fragment in core.fragments) // len(core.fragments),
+                step_time_s=round(learner.step_time.get(), 6),
+                stall_s=round(said.stall_s, 6),
             )
+            said.stall_s = 0.0

@@ -168,6 +168,7 @@ class SyncerServer:
             self._wake_at(action.at)
         else:
             assert isinstance(action, m.Ended)
+            self._write_summary()
             self.ended.set()
 
     @property
@@ -335,7 +336,8 @@ class SyncerServer:
                         self.record("refused", {"learner": name, "reason": "a report with impossible numbers"})
                         continue
                     loss = report.loss if report.HasField("loss") else connection.vitals.loss
-                    connection.vitals = Vitals(loss, report.sent_bytes, report.received_bytes)
+                    stall_s = max(connection.vitals.stall_s, report.stall_s)
+                    connection.vitals = Vitals(loss, report.sent_bytes, report.received_bytes, report.steps, stall_s)
                     self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s))
                 elif kind == "ready":
                     self.dispatch(m.Ready(name))
@@ -417,7 +419,7 @@ class SyncerServer:
 
 
 def _plausible(report: pb.Report, step_before: int) -> bool:
-    sane_time = math.isfinite(report.step_time_s) and 0 <= report.step_time_s < 1e6
+    sane_time = all(math.isfinite(time) and 0 <= time < 1e6 for time in (report.step_time_s, report.stall_s))
     return sane_time and report.tokens <= MAX_COUNT and report.step <= step_before + MAX_STEPS_AT_ONCE
 
 
