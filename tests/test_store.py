@@ -225,7 +225,7 @@ def test_leftovers_of_a_crash_are_removed_and_the_newest_committed_version_is_us
     store = RunStore(folder)
     committed = commit(store, 1)
     # Written, synced and renamed, but its row never came.
-    stores._write_version(folder, 0, 2, FragmentState(committed.values + 100, committed.momentum))
+    stores._write_version(folder, "0000-00000002.safetensors", FragmentState(committed.values + 100, committed.momentum))
     (folder / "fragments" / ".0001-00000001.safetensors.partial").write_bytes(b"half")
     store.close()
 
@@ -261,7 +261,7 @@ def test_a_damaged_newest_file_is_named(folder: Path, damage: str) -> None:
     elif damage == "missing":
         path.unlink()
     else:
-        stores._write_version(folder, 0, 1, FragmentState(state.values[:-1].clone(), state.momentum[:-1].clone()))
+        stores._write_version(folder, path.name, FragmentState(state.values[:-1].clone(), state.momentum[:-1].clone()))
     store = RunStore(folder)
     with pytest.raises(StoreError, match=str(path)):
         store.load()
@@ -331,6 +331,76 @@ def test_a_commit_that_fails_leaves_the_version_before(folder: Path, monkeypatch
     commit(store, 2)
     store.close()
     assert [entry["version"] for entry in tape(folder, "merged")] == [1, 2]
+
+
+def fail_to_commit(store: RunStore, written: stores.Written, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "_append", full)
+        with pytest.raises(StoreError, match="the tape cannot be written: database or disk is full"):
+            store.commit([written], Standing(), [])
+
+
+def test_the_file_of_a_commit_that_failed_stays_as_it_is_until_another_has_succeeded(folder: Path, monkeypatch) -> None:
+    """A crash may show that it did happen, and then its row counts on its file."""
+    store = RunStore(folder)
+    state = store.load()[0][0]
+    results = [FragmentState.fresh(state.values + number) for number in range(3)]
+    tried = []
+    for result in results:
+        tried.append(store.write(order(1), result))
+        fail_to_commit(store, tried[-1], monkeypatch)
+    paths = [folder / "fragments" / written.file for written in tried]
+    assert len(set(paths)) == 3 and all(path.exists() for path in paths)
+    again = store.write(order(1), results[1])
+    assert again == tried[1], "the same result needs no other file"
+    assert [torch.equal(stores.load_file(path)["values"], r.values) for path, r in zip(paths, results, strict=True)] == [
+        True
+    ] * 3
+    store.commit([again], Standing(), [])
+    assert [path.exists() for path in paths] == [False, True, False]
+    assert torch.equal(store.load()[0][0].values, results[1].values)
+    store.close()
+    store = RunStore(folder)
+    assert torch.equal(store.load()[0][0].values, results[1].values)
+    for version in range(2, 5):
+        commit(store, version)
+    store.close()
+    kept = sorted(path.name for path in (folder / "fragments").iterdir() if path.name.startswith("0000"))
+    assert kept == ["0000-00000003.safetensors", "0000-00000004.safetensors"]
+
+
+def test_a_file_that_is_used_again_survives_the_commit_of_another_fragment(folder: Path, monkeypatch) -> None:
+    store = RunStore(folder)
+    result = FragmentState.fresh(store.load()[0][0].values + 1)
+    fail_to_commit(store, store.write(order(1), result), monkeypatch)
+    again = store.write(order(1), result)
+    commit(store, 1, fragment=1)
+    store.commit([again], Standing(), [])
+    assert torch.equal(store.load()[0][0].values, result.values)
+    store.close()
+    assert versions(folder) == [1, 1, 0]
+
+
+def test_a_write_that_fails_leaves_nothing_behind(folder: Path, monkeypatch) -> None:
+    store = RunStore(folder)
+    before = sorted((folder / "fragments").iterdir())
+    real = os.write
+
+    def full(descriptor: int, data: memoryview) -> int:
+        if len(data) < 100:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StoreError, match="version 1 of fragment 0 cannot be written: .*No space left"):
+        commit(store, 1)
+    assert sorted((folder / "fragments").iterdir()) == before
+    monkeypatch.undo()
+    commit(store, 1)
+    store.close()
 
 
 def test_a_number_cannot_be_committed_twice(folder: Path) -> None:

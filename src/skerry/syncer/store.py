@@ -6,7 +6,8 @@
     tape.sqlite              which versions count, the order of all decisions, where the run stands
 
 A version's file is written beside, synced and renamed before the row that makes it count is committed, so at any crash the
-newest row names a whole file. Nothing here decides anything.
+newest row names a whole file. A commit that fails may all the same be found done after a crash, so its file is left as it is
+until another commit has succeeded; the next try gets a name of its own. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import fcntl
 import json
 import os
 import sqlite3
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +42,7 @@ FORMAT = 1
 KEPT_VERSIONS = 2
 """Files of each fragment that stay: the newest, and the one before for readers that are in the middle of it."""
 
+_TAPE_FILES = ("tape.sqlite", "tape.sqlite-wal", "tape.sqlite-shm")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tape (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS versions (
@@ -99,8 +102,9 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise StoreError(f"initial weights must be finite, tensor {name!r} is not")
     try:
-        (folder / "fragments").mkdir(parents=True, exist_ok=True)
-        (folder / "tape.sqlite").unlink(missing_ok=True)
+        _make_folder(folder)
+        for name in _TAPE_FILES:
+            _unlink(folder / name)
         fixed = {layout.tensors[p.tensor].name: named[layout.tensors[p.tensor].name] for p in layout.fixed.pieces}
         fixed_bytes = save({name: tensor.detach().cpu().contiguous() for name, tensor in fixed.items()})
         _write_durably(folder / "fixed.safetensors", fixed_bytes)
@@ -109,8 +113,10 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
             database.executescript(_SCHEMA)
             for fragment in layout.fragments:
                 state = FragmentState.fresh(gather(layout, fragment, named))
-                file, crc = _write_version(folder, fragment.index, 0, state)
-                database.execute("INSERT INTO versions VALUES (?, 0, 0, ?, ?, '[]')", (fragment.index, file, crc))
+                file = _file_name(fragment.index, 0)
+                _write_version(folder, file, state)
+                row = (fragment.index, file, _state_checksum(state))
+                database.execute("INSERT INTO versions VALUES (?, 0, 0, ?, ?, '[]')", row)
             _append(database, [TapeEntry(time.time(), "created", {"fragments": len(layout.fragments)})])
         identity = {
             "format": FORMAT,
@@ -148,8 +154,15 @@ class RunStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.identity = read_identity(folder)
+        self._doubtful: dict[str, int] = {}
+        """Files of commits that failed since the last one that succeeded, with their checksums: a crash may show that they did
+        happen."""
+        self._names = threading.Lock()
+        """Held while the name of a doubtful file is taken again or given up."""
         self._lock: int | None = _lock(folder)
         try:
+            self._remove_partial()  # first, because opening the tape may need the space
+            _sync_tape(folder)
             self._database = _connect(folder)
             self._remove_leftovers()
         except BaseException as error:
@@ -159,6 +172,8 @@ class RunStore:
             self._lock = None
             if isinstance(error, sqlite3.Error):
                 raise StoreError(f"{folder / 'tape.sqlite'} cannot be read: {error}") from error
+            if isinstance(error, OSError):
+                raise StoreError(f"{folder} cannot be opened: {error}") from error
             raise
 
     def close(self) -> None:
@@ -169,6 +184,12 @@ class RunStore:
 
     def load(self) -> tuple[list[FragmentState], list[FragmentProgress], Standing]:
         """The newest state of everything."""
+        try:
+            return self._load()
+        except sqlite3.Error as error:
+            raise StoreError(f"{self.folder / 'tape.sqlite'} cannot be read: {error}") from error
+
+    def _load(self) -> tuple[list[FragmentState], list[FragmentProgress], Standing]:
         states, progress = [], []
         row = self._database.execute("SELECT data FROM standing").fetchone()
         standing = Standing.from_json(json.loads(row["data"])) if row else Standing()
@@ -188,26 +209,41 @@ class RunStore:
 
     def write(self, order: Merge, state: FragmentState) -> Written:
         """Put a merge's result on disk, where it does not count yet. May be called from several threads."""
+        crc = _state_checksum(state)
+        attempt = 0
+        with self._names:
+            while (file := _file_name(order.fragment, order.version, attempt)) in self._doubtful:
+                if self._doubtful[file] == crc:  # the same again, and a full disk has no room for a copy
+                    del self._doubtful[file]
+                    return Written(order, file, crc)
+                attempt += 1
         try:
-            file, crc = _write_version(self.folder, order.fragment, order.version, state)
+            _write_version(self.folder, file, state)
         except OSError as error:
             raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be written: {error}") from error
         return Written(order, file, crc)
 
     def commit(self, merges: Sequence[Written], standing: Standing, entries: Sequence[TapeEntry]) -> None:
         """Make merges count, with everything decided up to them. When this returns, they may be announced."""
+        files = {merge.file: merge.checksum for merge in merges}
         try:
             with self._database:
                 for merge in merges:
                     self._insert(merge)
                 self._save_standing(standing)
                 _append(self._database, entries)
-        except sqlite3.Error as error:
+                unwanted = {file for merge in merges for file in self._outdated(merge.order)}
+        except sqlite3.IntegrityError as error:
             raise StoreError(f"the tape cannot be written: {error}") from error
-        for merge in merges:
-            old = _file_name(merge.order.fragment, merge.order.version - KEPT_VERSIONS)
-            with contextlib.suppress(OSError):  # what stays behind is removed when the folder is opened next
-                (self.folder / "fragments" / old).unlink(missing_ok=True)
+        except sqlite3.Error as error:
+            self._doubtful |= files
+            raise StoreError(f"the tape cannot be written: {error}") from error
+        with self._names:
+            # The log of this commit has taken the place of those that failed before it.
+            for file in unwanted | self._doubtful.keys():
+                with contextlib.suppress(OSError):  # what stays behind is removed when the folder is opened next
+                    _unlink(self.folder / "fragments" / file)
+            self._doubtful.clear()
 
     def _insert(self, merge: Written) -> None:
         order = merge.order
@@ -228,16 +264,27 @@ class RunStore:
             (json.dumps(standing.to_json()),),
         )
 
+    def _outdated(self, order: Merge) -> list[str]:
+        query = "SELECT file FROM versions WHERE fragment = ? AND version = ?"
+        rows = self._database.execute(query, (order.fragment, order.version - KEPT_VERSIONS))
+        return [row["file"] for row in rows]
+
+    def _remove_partial(self) -> None:
+        for path in (self.folder / "fragments").glob(".*.partial"):
+            with contextlib.suppress(OSError):
+                _unlink(path)
+
     def _remove_leftovers(self) -> None:
         """Files of versions that never counted, or that should have been removed when the last process died."""
         wanted = set()
         for fragment in self.identity.layout.fragments:
-            # Raises before anything is removed if the tape does not know the run.
-            version = _newest(self._database, fragment.index)["version"]
-            wanted |= {_file_name(fragment.index, version - back) for back in range(KEPT_VERSIONS)}
+            _newest(self._database, fragment.index)  # raises before anything is removed if the tape does not know the run
+            query = "SELECT file FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
+            wanted |= {row["file"] for row in self._database.execute(query, (fragment.index, KEPT_VERSIONS))}
         for path in (self.folder / "fragments").iterdir():
             if path.name not in wanted:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it takes space, but it is in nobody's way
+                    _unlink(path)
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
@@ -300,18 +347,16 @@ def _read_fixed(folder: Path, identity: RunIdentity) -> bytes:
     return data
 
 
-def _file_name(fragment: int, version: int) -> str:
-    return f"{fragment:04d}-{version:08d}.safetensors"
+def _file_name(fragment: int, version: int, attempt: int = 0) -> str:
+    return f"{fragment:04d}-{version:08d}{f'-{attempt}' if attempt else ''}.safetensors"
 
 
 def _state_checksum(state: FragmentState) -> int:
     return checksum(raw_bytes(state.momentum), checksum(raw_bytes(state.values)))
 
 
-def _write_version(folder: Path, fragment: int, version: int, state: FragmentState) -> tuple[str, int]:
-    name = _file_name(fragment, version)
-    _write_durably(folder / "fragments" / name, save({"values": state.values, "momentum": state.momentum}))
-    return name, _state_checksum(state)
+def _write_version(folder: Path, file: str, state: FragmentState) -> None:
+    _write_durably(folder / "fragments" / file, save({"values": state.values, "momentum": state.momentum}))
 
 
 def _read_version(folder: Path, fragment: Fragment, row: sqlite3.Row, missing_is_damage: bool = True) -> FragmentState:
@@ -332,16 +377,52 @@ def _read_version(folder: Path, fragment: Fragment, row: sqlite3.Row, missing_is
 
 def _write_durably(path: Path, data: bytes) -> None:
     beside = path.with_name(f".{path.name}.partial")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            rest = memoryview(data)
+            while len(rest):
+                rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _unlink(beside)  # a disk that is full needs the space
+        raise
+    _sync(path.parent)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _make_folder(folder: Path) -> None:
+    """With its name, and those of the folders made for it, as durable as what will be inside."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    os.makedirs(folder / "fragments", exist_ok=True)
+    _sync(folder)
+    for path in made or [folder]:  # one that was there may have been made just before
+        with contextlib.suppress(PermissionError):  # a folder that we may not read
+            _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
+
+
+def _sync_tape(folder: Path) -> None:
+    """What the last process wrote and did not live to sync can be read now; told to learners, it must not be lost later."""
+    for name in ("tape.sqlite", "tape.sqlite-wal"):
+        with contextlib.suppress(FileNotFoundError):
+            _sync(folder / name)
+    _sync(folder)
 
 
 def _connect(folder: Path, mode: str = "rw") -> sqlite3.Connection:
@@ -374,7 +455,10 @@ def _append(database: sqlite3.Connection, entries: Sequence[TapeEntry]) -> None:
 
 
 def _lock(folder: Path) -> int:
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StoreError(f"{folder / 'lock'} cannot be opened: {error.strerror}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,9 @@
-"""Writing down what the syncer decided. Merges that become ready while the disk is busy are committed together."""
+"""Writing down what the syncer decided. Merges that become ready while the disk is busy are committed together.
+
+While the disk takes nothing, entries wait in memory: the first `WAITING` of them, in their order. Later ones are only counted,
+and an entry `tape_gap` says how many of which kind are missing, and from when to when. Nothing is missing about merges: they
+wait themselves, and are written down as they are made. A merge that fails again and again is one entry with a count.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +18,58 @@ from skerry.core.standing import Standing
 from skerry.errors import SkerryError, StoreError
 from skerry.syncer.store import RunStore, TapeEntry, Written
 
+WAITING = 10_000
+ONCE = ("began", "closing", "ended")
+"""Kept in any case: there is one of each in a run, and its length is read from them."""
+
 
 class Tape:
     def __init__(self, store: RunStore, standing: Callable[[], Standing]) -> None:
         self._store = store
         self._standing = standing
         self._entries: list[TapeEntry] = []
+        self._gap: TapeEntry | None = None
+        self._failures: dict[tuple[Any, Any], TapeEntry] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skerry-tape")
+        self._writing = asyncio.Lock()
         self._ready: list[tuple[Written, asyncio.Future[None]]] = []
         self._committing: asyncio.Task[None] | None = None
 
     def record(self, kind: str, data: dict[str, Any]) -> None:
         """Written with the next commit or flush."""
-        self._entries.append(TapeEntry(time.time(), kind, data))
+        self._keep(TapeEntry(time.time(), kind, dict(data)))
+
+    def _keep(self, entry: TapeEntry) -> None:
+        same = self._failures.get(_which(entry)) if entry.kind == "merge_failed" else None
+        if same is not None:
+            same.data["times"] = same.data.get("times", 1) + entry.data.get("times", 1)
+            same.data["until"] = entry.data.get("until", entry.at)
+        elif len(self._entries) < WAITING or entry.kind in ONCE:
+            self._entries.append(entry)
+            if entry.kind == "merge_failed":
+                self._failures[_which(entry)] = entry
+        else:
+            if self._gap is None:
+                self._gap = TapeEntry(entry.at, "tape_gap", {"missing": {}, "until": entry.at})
+                self._entries.append(self._gap)
+            missing = self._gap.data["missing"]
+            missing[entry.kind] = missing.get(entry.kind, 0) + 1
+            self._gap.data["until"] = entry.at
+
+    def _take(self) -> list[TapeEntry]:
+        """All that waits. It is not changed any more, because another thread reads it."""
+        entries, self._entries = self._entries, []
+        self._gap = None
+        self._failures = {}
+        return entries
+
+    def _put_back(self, entries: list[TapeEntry]) -> None:
+        since = self._take()
+        self._entries = entries
+        self._gap = next((entry for entry in entries if entry.kind == "tape_gap"), None)
+        self._failures = {_which(entry): entry for entry in entries if entry.kind == "merge_failed"}
+        for entry in since:
+            self._keep(entry)
 
     async def commit(self, written: Written) -> None:
         """Returns once the merge cannot be lost any more; raises if it did not happen."""
@@ -37,21 +81,20 @@ class Tape:
 
     async def _commit_all(self) -> None:
         while self._ready:
-            batch, self._ready = self._ready, []
-            for written, _ in batch:
-                shares = [asdict(share) for share in written.order.shares]
-                self.record("merged", {**asdict(written.order), "shares": shares})
-            entries, self._entries = self._entries, []
-            try:
-                await self._write([written for written, _ in batch], entries)
-            except Exception as error:
-                # These merges did not happen; everything else waits for the next write.
-                self._entries = [entry for entry in entries if entry.kind != "merged"] + self._entries
-                for _, done in batch:
-                    done.set_exception(error)
-            else:
-                for _, done in batch:
-                    done.set_result(None)
+            async with self._writing:
+                batch, self._ready = self._ready, []
+                entries = self._take()
+                merged = [_merged(written) for written, _ in batch]
+                try:
+                    await self._write([written for written, _ in batch], entries + merged)
+                except Exception as error:
+                    # These merges did not happen; everything else waits for the next write.
+                    self._put_back(entries)
+                    for _, done in batch:
+                        done.set_exception(error)
+                else:
+                    for _, done in batch:
+                        done.set_result(None)
         self._committing = None
 
     async def _write(self, merges: list[Written], entries: list[TapeEntry]) -> None:
@@ -59,13 +102,18 @@ class Tape:
         await loop.run_in_executor(self._thread, self._store.commit, merges, self._standing(), entries)
 
     async def flush(self) -> None:
-        if not self._entries:
-            return
-        entries, self._entries = self._entries, []
-        try:
-            await self._write([], entries)
-        except SkerryError:
-            self._entries = entries + self._entries
+        # Who waits for it may be cancelled, but what was taken to be written must be written or put back.
+        await asyncio.shield(asyncio.get_running_loop().create_task(self._flush()))
+
+    async def _flush(self) -> None:
+        async with self._writing:
+            entries = self._take()
+            if not entries:
+                return
+            try:
+                await self._write([], entries)
+            except SkerryError:
+                self._put_back(entries)
 
     async def close(self) -> None:
         if self._committing is not None:
@@ -75,3 +123,12 @@ class Tape:
         self._thread.shutdown()
         if self._entries:
             raise StoreError(f"the last {len(self._entries)} decisions could not be written to the tape")
+
+
+def _which(entry: TapeEntry) -> tuple[Any, Any]:
+    return entry.data.get("fragment"), entry.data.get("step")
+
+
+def _merged(written: Written) -> TapeEntry:
+    shares = [asdict(share) for share in written.order.shares]
+    return TapeEntry(time.time(), "merged", {**asdict(written.order), "shares": shares})
