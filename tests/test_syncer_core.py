@@ -29,13 +29,16 @@ from skerry.core.messages import (
     Ended,
     Event,
     Goodbye,
+    GoodKept,
     Joined,
+    KeepGood,
     Leaving,
     Merge,
     NothingToGive,
     Ready,
     Record,
     Reported,
+    Restore,
     StopTraining,
     Stored,
     StoreFailed,
@@ -44,7 +47,7 @@ from skerry.core.messages import (
     Welcome,
 )
 from skerry.core.standing import Counted, FragmentProgress, Standing
-from skerry.core.syncer import RETRY_STORE_S, SyncerCore
+from skerry.core.syncer import MAX_ROLLBACKS, RETRY_STORE_S, SyncerCore
 
 A = TypeVar("A")
 SILENCE_S = 10.0
@@ -387,6 +390,113 @@ def test_one_that_is_in_quarantine_can_leave_and_the_run_can_end() -> None:
     actions = run.send(run.offer("a", norm=1.0)) + run.send(run.offer("b", norm=math.nan))
     assert names_merged(actions) == ["a"]
     assert Goodbye("b", LEFT) in actions + run.store()
+
+
+# ---------------------------------------------------------------- going back
+
+
+def lossy(run: Run, step: int, loss: float, *names: str) -> list[Action]:
+    """Everyone reports this loss and gives what is asked for; merges and restorations are stored."""
+    actions: list[Action] = []
+    for name in names:
+        actions += run.send(Reported(name, step, 10 * step, 0.1, loss))
+    for index, fragment in enumerate(run.core.fragments):
+        for name in sorted(fragment.round.asked) if fragment.round else ():
+            if fragment.round is not None and run.core.why_refused(run.offer(name, index)) is None:
+                actions += run.send(run.offer(name, index))
+    for order in [*of(Merge, actions), *of(Restore, actions)]:
+        actions += run.store(order.fragment)
+    return actions
+
+
+def healthy_run(**settings: Any) -> Run:
+    run = running("a", "b", quorum=0, fragments=2, every=2, rollback=1.5, **settings)
+    for step in range(1, 20):
+        for keep in of(KeepGood, lossy(run, step, 2.0, "a", "b")):
+            run.send(GoodKept(keep.step))
+    assert run.core.good_step is not None
+    return run
+
+
+def test_a_loss_that_stays_high_puts_every_fragment_back_to_the_good_copy() -> None:
+    run = healthy_run()
+    good, before = run.core.good_step, [f.version for f in run.core.fragments]
+    step, orders = 20, []
+    while not orders:
+        orders = of(Restore, lossy(run, step, 9.0, "a", "b"))
+        step += 1
+        assert step < 60
+    assert [(order.fragment, order.good_step) for order in orders] == [(0, good), (1, good)]
+    assert all(order.version > version for order, version in zip(orders, before, strict=True))
+    for order in orders:
+        fragment = run.core.fragments[order.fragment]
+        assert fragment.floor == order.version and not fragment.restoring
+        # What was learned from the bad model is not wanted.
+        run.report("a", step), run.report("b", step)
+        reason = run.core.why_refused(run.offer("a", order.fragment, base=order.version - 1)) or ""
+        assert "stale" in reason or "no round" in reason
+
+
+def test_one_bad_batch_is_no_divergence() -> None:
+    run = healthy_run()
+    for step, loss in enumerate([1e6, 1e6, 2.0, 2.0] * 5, start=20):
+        assert not of(Restore, lossy(run, step, loss, "a", "b"))
+
+
+def test_one_bad_island_of_three_is_no_divergence() -> None:
+    run = running("a", "b", "c", quorum=0, fragments=1, every=2, rollback=1.5)
+    for step in range(1, 40):
+        actions = run.send(Reported("c", step, 10 * step, 0.1, math.nan)) + lossy(run, step, 2.0, "a", "b")
+        assert not of(Restore, actions)
+
+
+def test_without_a_good_copy_or_after_many_times_it_is_only_written_down() -> None:
+    run = running("a", "b", quorum=0, fragments=1, every=2, rollback=1.5)
+    for step in range(1, 8):
+        lossy(run, step, 2.0, "a", "b")
+    records = [r for step in range(8, 30) for r in of(Record, lossy(run, step, math.nan, "a", "b")) if r.kind == "diverged"]
+    assert records and not any(record.data["rolled_back"] for record in records)
+
+    run = healthy_run()
+    for step in range(20, 400):
+        lossy(run, step, math.inf if step % 20 else 2.0, "a", "b")
+    assert run.core.rollbacks == MAX_ROLLBACKS
+
+
+def test_a_merge_under_way_ends_before_its_fragment_is_put_back() -> None:
+    run = healthy_run()
+    step = 20
+    while not run.core.rollbacks:
+        # Merges are ordered and never stored, so they are under way when the run turns out to have diverged.
+        for name in "ab":
+            actions = run.send(Reported(name, step, 10 * step, 0.1, 9.0))
+            for index in range(2):
+                offer = run.offer(name, index)
+                if run.core.why_refused(offer) is None:
+                    actions += run.send(offer)
+        step += 1
+        assert step < 60
+    busy = [index for index, f in enumerate(run.core.fragments) if f.round and f.round.merging_since is not None]
+    restored = [order.fragment for order in of(Restore, actions)]
+    merging = [index for index in busy if index not in restored]
+    assert merging, "nothing was under way"
+    for index in merging:
+        [order] = [o for o in of(Restore, run.store(index)) if o.fragment == index]
+        assert order.version == run.core.fragments[index].version + 1
+
+
+def test_a_rollback_that_was_cut_short_by_the_syncers_end_goes_on() -> None:
+    run = healthy_run()
+    step = 20
+    while not run.core.rollbacks:
+        for name in "ab":
+            run.send(Reported(name, step, 10 * step, 0.1, 9.0))
+        step += 1
+    again = run.restored()
+    assert sorted(order.fragment for order in of(Restore, again.send(Tick()))) == [0, 1]
+    # A disk that fails for a moment only delays it.
+    again.send(StoreFailed(0, "no space"))
+    assert not of(Restore, again.wait(RETRY_STORE_S / 2)) and len(of(Restore, again.wait(RETRY_STORE_S))) == 1
 
 
 # ---------------------------------------------------------------- quorum and grace

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from islands import DEADLINE_S, RawLearner, assert_same, small_model, tape, versions
+from safetensors import safe_open
 from torch import nn
 
 import skerry
@@ -286,9 +287,7 @@ def test_progress_no_merge_could_digest_is_refused_and_not_waited_for(run_folder
     assert unhealthy["learner"] == "raw" and tape(run_folder, "cancelled")[0] == {"fragment": unhealthy["fragment"], "step": 1}
 
 
-def test_a_learner_that_keeps_sending_nonsense_is_put_in_quarantine_and_comes_out(
-    pair_folder: Path, start_syncer
-) -> None:
+def test_a_learner_that_keeps_sending_nonsense_is_put_in_quarantine_and_comes_out(pair_folder: Path, start_syncer) -> None:
     """The other one's merges hold nothing of it, and both of them are told what is going on."""
     syncer = start_syncer(pair_folder)
 
@@ -314,6 +313,42 @@ def test_a_learner_that_keeps_sending_nonsense_is_put_in_quarantine_and_comes_ou
     assert merged[:8] == [both, alone, alone, alone, alone, alone, both, both]
     assert [entry["learner"] for entry in tape(pair_folder, "unhealthy")] == ["right"] * 3
     assert [entry["learner"] for entry in tape(pair_folder, "quarantined") + tape(pair_folder, "readmitted")] == ["right"] * 2
+
+
+def test_a_model_that_diverges_is_put_back_and_the_run_goes_on(tmp_path: Path, start_syncer) -> None:
+    sync = SyncConfig(fragments=FRAGMENTS, every=1, overlap=0, quorum=1, outer_lr=1.0, outer_momentum=0.5, rollback=1.5)
+    folder = skerry.create(tmp_path / "run", small_model(), sync)
+    syncer = start_syncer(folder)
+
+    async def scenario(raw: RawLearner) -> None:
+        await raw.join()
+        step, good = 0, None
+        while not (diverged := tape(folder, "diverged")):
+            step += 1
+            good = good or (read_model(folder) if tape(folder, "good_kept") else None)
+            raw.report(step, loss=9.0 if good else 2.0)
+            for _ in range(FRAGMENTS):
+                ask = (await raw.receive("ask")).ask
+                await raw.give(ask)
+            assert step < 200
+        assert diverged[0]["rolled_back"] and diverged[0]["good_step"] > 0
+        while len(tape(folder, "restored")) < FRAGMENTS:
+            await raw.receive("announce", "progress")
+        with safe_open(folder / "good" / f"step-{diverged[0]['good_step']:010d}.safetensors", framework="pt") as copy:
+            for entry in tape(folder, "restored"):
+                header, data = await raw.download(entry["fragment"], entry["version"])
+                if not header.reason:
+                    values = codecs.codec(header.codec).decode(memoryview(bytearray(data)), len(data) // 4)
+                    assert torch.equal(values, copy.get_tensor(str(entry["fragment"])))
+        # Progress from before is refused, and from the restored versions it counts.
+        raw.report(step + 1, loss=2.0)
+        ask = (await raw.receive("ask")).ask
+        while ask.step <= step:
+            ask = (await raw.receive("ask")).ask
+        assert ask.min_base >= min(entry["version"] for entry in tape(folder, "restored"))
+        assert (await raw.give(ask)).accepted
+
+    play(syncer.address, scenario)
 
 
 @pytest.mark.parametrize("name", ["truncated", "flipped bit", "wrong checksum"])

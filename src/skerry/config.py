@@ -80,6 +80,9 @@ class SyncConfig:
     """Scale the progress by the share of asked learners that are in the merge, so that one island cannot drag the model."""
     outlier: float = 10.0
     """Contributions this many times larger than the median of recent ones are not merged; 0 lets everything finite pass."""
+    rollback: float = 0.0
+    """If the loss that learners report stays above this many times its best level, the model is put back to what it was when
+    all was well; 0 means never. Needs learners that report a loss."""
     strikes: int = 3
     """After this many unhealthy contributions in a row a learner is in quarantine until it has sent as many healthy ones; 0
     means never."""
@@ -108,6 +111,10 @@ class SyncConfig:
         _require(self.quorum >= 0, "sync.quorum", self.quorum, ">= 0")
         _require(0 <= self.grace < 1, "sync.grace", self.grace, "in [0, 1)")
         _require(self.outlier == 0 or self.outlier > 1, "sync.outlier", self.outlier, "0 or > 1")
+        _require(self.rollback == 0 or self.rollback > 1, "sync.rollback", self.rollback, "0 or > 1")
+        _require(
+            self.rollback == 0 or self.adopt == "overwrite", "sync.rollback", self.rollback, '0 unless adopt = "overwrite"'
+        )
         _require(self.strikes >= 0, "sync.strikes", self.strikes, ">= 0")
         _require(self.outer_lr > 0, "sync.outer_lr", self.outer_lr, "> 0")
         _require(0 <= self.outer_momentum < 1, "sync.outer_momentum", self.outer_momentum, "in [0, 1)")

@@ -35,6 +35,7 @@ class Reported:
     step: int
     tokens: int
     step_time_s: float
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,14 @@ class StoreFailed:
 
 
 @dataclass(frozen=True)
+class GoodKept:
+    """A copy of the whole model, as it was at this step when all was well, can be gone back to; or it could not be kept."""
+
+    step: int
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class CloseRequested:
     """Somebody asked for the run to end now."""
 
@@ -112,6 +121,7 @@ Event = (
     | Disconnected
     | Stored
     | StoreFailed
+    | GoodKept
     | CloseRequested
     | Tick
 )
@@ -181,6 +191,23 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class KeepGood:
+    """Keep a copy of the model as it is now, then report GoodKept."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Make the next version of this fragment from the good copy of that step, make it durable, then report Stored."""
+
+    fragment: int
+    version: int
+    step: int
+    good_step: int
+
+
+@dataclass(frozen=True)
 class Announce:
     """Tell these learners that a new version can be fetched."""
 
@@ -241,4 +268,6 @@ class Ended:
     """The run is over; every fragment is final."""
 
 
-Action = Welcome | Begin | Ask | Merge | Announce | StopTraining | Caution | Goodbye | Record | WakeAt | Ended
+Action = (
+    Welcome | Begin | Ask | Merge | KeepGood | Restore | Announce | StopTraining | Caution | Goodbye | Record | WakeAt | Ended
+)

@@ -62,6 +62,8 @@ class Round:
     merging_since: float | None = None
     not_before: float = 0.0
     """A merge that could not be stored is tried again from here on."""
+    restores: bool = False
+    """Not a merge: the fragment is put back to the good copy."""
 
     @property
     def missing(self) -> set[str]:
@@ -84,6 +86,10 @@ class FragmentProgress:
     counted: dict[str, Counted] = field(default_factory=dict)
     round: Round | None = None
     sizes: SizeHistory = field(default_factory=SizeHistory)
+    restoring: int = 0
+    """How often it may still be tried to put it back to the good copy; 0 if it is not to be."""
+    floor: int = 0
+    """Progress counted from an older version than this is not wanted: the model was put back."""
 
     def counted_upto(self, name: str) -> int:
         found = self.counted.get(name)
@@ -106,6 +112,13 @@ class Standing:
     quarantined: tuple[str, ...] = ()
     sizes: tuple[tuple[float, int] | None, ...] = ()
     """How large contributions to each fragment were lately."""
+    good_step: int | None = None
+    """Of the newest copy of the model that can be gone back to."""
+    best_loss: float | None = None
+    floors: tuple[int, ...] = ()
+    restoring: tuple[int, ...] = ()
+    """Fragments that are still to be put back."""
+    rollbacks: int = 0
 
     @property
     def tokens(self) -> int:
@@ -121,6 +134,11 @@ class Standing:
             "retired": {name: list(sessions) for name, sessions in self.retired.items()},
             "quarantined": list(self.quarantined),
             "sizes": [list(size) if size else None for size in self.sizes],
+            "good_step": self.good_step,
+            "best_loss": self.best_loss,
+            "floors": list(self.floors),
+            "restoring": list(self.restoring),
+            "rollbacks": self.rollbacks,
         }
 
     @staticmethod
@@ -138,4 +156,9 @@ class Standing:
             retired,
             tuple(data.get("quarantined", ())),
             tuple((float(size[0]), int(size[1])) if size else None for size in data.get("sizes", ())),
+            data.get("good_step"),
+            data.get("best_loss"),
+            tuple(map(int, data.get("floors", ()))),
+            tuple(map(int, data.get("restoring", ()))),
+            int(data.get("rollbacks", 0)),
         )

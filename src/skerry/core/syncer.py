@@ -14,7 +14,9 @@ Rules:
  8. A learner that leaves gets one chance to give every fragment, and is waited for as long as silence is tolerated.
  9. A contribution that is not finite, or far larger than what came lately, counts as no answer. After `strikes` such in a
     row the learner is in quarantine: it is asked as before, and merged again after as many healthy ones.
-10. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
+10. If the learners' loss stays far above its best (`rollback`), every fragment gets a new version with the values it had when
+    all was well, without momentum, and progress from before is refused.
+11. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections import deque
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
 from skerry.core.guard import SizeHistory, why_unhealthy
+from skerry.core.health import Health
 from skerry.core.messages import (
     LEFT,
     OVER,
@@ -40,13 +43,16 @@ from skerry.core.messages import (
     Ended,
     Event,
     Goodbye,
+    GoodKept,
     Joined,
+    KeepGood,
     Leaving,
     Merge,
     NothingToGive,
     Ready,
     Record,
     Reported,
+    Restore,
     Share,
     StopTraining,
     Stored,
@@ -60,6 +66,11 @@ from skerry.core.schedule import Schedule
 from skerry.core.standing import Counted, FragmentProgress, LearnerState, Round, RunPhase, Standing
 
 RETRY_STORE_S = 1.0
+KEEP_GOOD_ROUNDS = 8
+"""A good copy is kept once in this many times H steps."""
+RESTORE_TRIES = 10
+MAX_ROLLBACKS = 5
+"""A run that diverges again and again has another trouble than an accident."""
 REMEMBERED = 500
 """Learners that are gone but still known, in case they come back."""
 
@@ -97,6 +108,15 @@ class SyncerCore:
             self.learners[name].quarantined, self.learners[name].strikes = True, sync.strikes
         for fragment, sizes in zip(self.fragments, standing.sizes, strict=False):
             fragment.sizes = SizeHistory.restored(sizes)
+        for fragment, floor in zip(self.fragments, standing.floors, strict=False):
+            fragment.floor = floor
+        for index in standing.restoring:
+            self.fragments[index].restoring = RESTORE_TRIES
+        self.health = Health(sync.rollback, standing.best_loss)
+        self.good_step = standing.good_step
+        self.rollbacks = standing.rollbacks
+        self._checked_at_step = self.step
+        self._keeping = False
         self._last_rounds_due = set(range(fragments))
 
     # ------------------------------------------------------------ what others may ask
@@ -116,7 +136,21 @@ class SyncerCore:
         retired = {name: tuple(self.learners[name].retired) for name in sessions if self.learners[name].retired}
         quarantined = tuple(name for name in sessions if self.learners[name].quarantined)
         sizes = tuple(fragment.sizes.summary() for fragment in self.fragments)
-        return Standing(self.step, self.banked_tokens, self.phase, sessions, gone, retired, quarantined, sizes)
+        return Standing(
+            self.step,
+            self.banked_tokens,
+            self.phase,
+            sessions,
+            gone,
+            retired,
+            quarantined,
+            sizes,
+            self.good_step,
+            self.health.best,
+            tuple(fragment.floor for fragment in self.fragments),
+            tuple(index for index, fragment in enumerate(self.fragments) if fragment.restoring),
+            self.rollbacks,
+        )
 
     def bytes_moved(self, name: str, now: float) -> None:
         """A sign of life that is too frequent to be an event: part of a fragment went to or came from this learner."""
@@ -180,6 +214,8 @@ class SyncerCore:
             self._stored(event, now, actions)
         elif isinstance(event, StoreFailed):
             self._store_failed(event, now, actions)
+        elif isinstance(event, GoodKept):
+            self._good_kept(event, actions)
         elif isinstance(event, CloseRequested):
             self._close("requested", actions)
         else:
@@ -188,6 +224,8 @@ class SyncerCore:
         self._begin_learners(actions)
         self._advance()
         self._close_when_spent(actions)
+        self._check_health(actions)
+        self._restore_fragments(now, actions)
         self._settle_rounds(now, actions)
         self._open_rounds(now, actions)
         self._say_goodbyes(actions)
@@ -280,6 +318,7 @@ class SyncerCore:
         learner.tokens = max(learner.tokens, event.tokens)
         if event.step_time_s > 0:
             learner.step_time.add(event.step_time_s)
+        self.health.report(event.name, event.loss)
 
     def _contributed(self, event: Contributed, now: float, actions: list[Action]) -> None:
         reason = self.why_refused(event)
@@ -370,6 +409,10 @@ class SyncerCore:
         assert gathering is not None and gathering.merging_since is not None, "stored a merge that was not ordered"
         assert event.version == fragment.version + 1, "versions go up one by one"
         fragment.version = event.version
+        if gathering.restores:
+            fragment.restoring, fragment.floor, fragment.round = 0, event.version, None
+            self._announce(event.fragment, gathering.step, actions)
+            return
         fragment.merged_step = max(fragment.merged_step, gathering.step if self.sync.wait else gathering.due)
         fragment.round = None
         self.merges += 1
@@ -394,6 +437,13 @@ class SyncerCore:
         gathering = fragment.round
         assert gathering is not None and gathering.merging_since is not None, "a merge failed that was not ordered"
         gathering.merging_since = None
+        if gathering.restores:
+            fragment.restoring -= 1
+            if not fragment.restoring:
+                # Better to go on from what there is than to stand still.
+                fragment.round = None
+                actions.append(Record("not_restored", {"fragment": event.fragment, "reason": event.reason}))
+                return
         gathering.not_before = now + RETRY_STORE_S
         actions.append(Record("merge_failed", {"fragment": event.fragment, "step": gathering.step, "reason": event.reason}))
 
@@ -461,6 +511,8 @@ class SyncerCore:
 
     def _open_rounds(self, now: float, actions: list[Action]) -> None:
         for index, fragment in enumerate(self.fragments):
+            if fragment.restoring:
+                continue
             if self.phase == "closing":
                 self._open_last_round(index, now, actions)
                 continue
@@ -512,7 +564,7 @@ class SyncerCore:
 
     def _min_base(self, name: str, fragment: FragmentProgress) -> int:
         counted = fragment.counted.get(name)
-        return max(0, fragment.version - self.sync.staleness, counted.version if counted else 0)
+        return max(0, fragment.version - self.sync.staleness, counted.version if counted else 0, fragment.floor)
 
     def _worth_asking(self, learner: LearnerState) -> bool:
         """In lock-step, and at the end, a learner that is only briefly away still is."""
@@ -524,10 +576,56 @@ class SyncerCore:
         if self.phase == "running" and self.sync.budget_tokens and self.tokens >= self.sync.budget_tokens:
             self._close("budget", actions)
 
+    def _good_kept(self, event: GoodKept, actions: list[Action]) -> None:
+        self._keeping = False
+        if event.failure:
+            actions.append(Record("good_not_kept", {"step": event.step, "reason": event.failure}))
+        else:
+            self.good_step = event.step
+            actions.append(Record("good_kept", {"step": event.step}))
+
+    def _check_health(self, actions: list[Action]) -> None:
+        """Once in H steps. While the model is being put back, and at the end, nothing is checked."""
+        if self.phase != "running" or self.step < self._checked_at_step + self.sync.every or self.sync.rollback == 0:
+            return
+        if any(fragment.restoring for fragment in self.fragments):
+            return
+        self._checked_at_step = self.step
+        verdict = self.health.check([learner.name for learner in self.learners.values() if learner.phase == "training"])
+        kept_at = self.good_step if self.good_step is not None else -KEEP_GOOD_ROUNDS * self.sync.every
+        if verdict == "healthy" and not self._keeping and self.step - kept_at >= KEEP_GOOD_ROUNDS * self.sync.every:
+            self._keeping = True
+            actions.append(KeepGood(self.step))
+        if verdict == "diverged":
+            self._roll_back(actions)
+
+    def _roll_back(self, actions: list[Action]) -> None:
+        level, best = self.health.level, self.health.best
+        self.health.start_again()
+        told = {"loss": level if level is not None and math.isfinite(level) else None, "best": best, "step": self.step}
+        if self.good_step is None or self.rollbacks >= MAX_ROLLBACKS:
+            why = "there is no good copy yet" if self.good_step is None else f"it was put back {self.rollbacks} times already"
+            actions.append(Record("diverged", {**told, "rolled_back": False, "why": why}))
+            return
+        self.rollbacks += 1
+        actions.append(Record("diverged", {**told, "rolled_back": True, "good_step": self.good_step}))
+        for fragment in self.fragments:
+            fragment.restoring = RESTORE_TRIES
+
+    def _restore_fragments(self, now: float, actions: list[Action]) -> None:
+        """A merge that is under way ends first; what was gathered for the next is dropped."""
+        for index, fragment in enumerate(self.fragments):
+            under_way = fragment.round
+            if not fragment.restoring or (under_way and (under_way.merging_since is not None or now < under_way.not_before)):
+                continue
+            assert self.good_step is not None
+            fragment.round = Round(self.step, now, set(), due=self.step, merging_since=now, restores=True)
+            actions.append(Restore(index, fragment.version + 1, self.step, self.good_step))
+
     def _settle_rounds(self, now: float, actions: list[Action]) -> None:
         for index, fragment in enumerate(self.fragments):
             gathering = fragment.round
-            if gathering is None or gathering.merging_since is not None or now < gathering.not_before:
+            if gathering is None or gathering.merging_since is not None or now < gathering.not_before or fragment.restoring:
                 continue
             missing = gathering.missing
             if not gathering.arrived:
@@ -616,6 +714,7 @@ class SyncerCore:
         open_rounds = [f.round for f in self.fragments if f.round and f.round.merging_since is None]
         open_rounds = [r for r in open_rounds if r.arrived or r.needed]
         times = [max(self._deadline(r) if r.missing else now, r.not_before) for r in open_rounds]
+        times += [f.round.not_before for f in self.fragments if f.restoring and f.round and f.round.merging_since is None]
         times += [learner.heard_at + self.sync.silence_s for learner in self._live()]
         times = [time for time in times if time < math.inf]
         return max(min(times), now) if times else None

@@ -92,6 +92,11 @@ class Bulk:
         for name in names:
             self._deltas.pop((fragment, name), None)
 
+    def forget(self, fragment: int) -> None:
+        """What was gathered for this fragment is not wanted any more."""
+        for key in [key for key in self._deltas if key[0] == fragment]:
+            del self._deltas[key]
+
     # ------------------------------------------------------------ a learner's stream
 
     async def serve(self, messages: AsyncIterator[pb.BulkToSyncer], write: Write) -> None:

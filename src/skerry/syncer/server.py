@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +24,10 @@ from skerry.core import messages as m
 from skerry.core.fragment import TensorSpec, check_same_model
 from skerry.core.merge import FragmentState, merge
 from skerry.core.syncer import SyncerCore
-from skerry.errors import JoinRefused, SkerryError, WireError
+from skerry.errors import JoinRefused, SkerryError, StoreError, WireError
 from skerry.syncer.bulk import MAX_COUNT, MAX_NAME, Bulk, Published, first_message
 from skerry.syncer.diary import Diary, Vitals
+from skerry.syncer.good_copy import GoodCopies
 from skerry.syncer.store import RunStore, Written
 from skerry.syncer.tape import Tape
 from skerry.wire import skerry_pb2 as pb
@@ -90,6 +91,7 @@ class SyncerServer:
         for fragment, state in enumerate(self.states):
             self._bulk.publish(fragment, self._bulk.encode(progress[fragment].version, state))
         self._tape = Tape(store, self.core.standing)
+        self._good = GoodCopies(store.folder)
         self._diary = Diary(store.folder, self.clock)
         self._connections: dict[str, Connection] = {}
         self._dismissed: set[str] = set()
@@ -146,9 +148,11 @@ class SyncerServer:
                 )
                 self.send(name, pb.ToLearner(announce=announce))
         elif isinstance(action, m.Merge):
-            task = asyncio.get_running_loop().create_task(self._merge(action))
-            self._merging.add(task)
-            task.add_done_callback(self._merge_done)
+            self._begin(self._merge(action))
+        elif isinstance(action, m.Restore):
+            self._begin(self._restore(action))
+        elif isinstance(action, m.KeepGood):
+            self._begin(self._keep_good(action.step))
         elif isinstance(action, m.StopTraining):
             self.send(action.name, self._progress())
             self.send(action.name, pb.ToLearner(stop=pb.Stop()))
@@ -201,6 +205,11 @@ class SyncerServer:
         delay = max(0.0, at - self.clock.now())
         self._wake = asyncio.get_running_loop().call_later(delay, self.dispatch, m.Tick())
 
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._merging.add(task)
+        task.add_done_callback(self._merge_done)
+
     def _merge_done(self, task: asyncio.Task[None]) -> None:
         self._merging.discard(task)
         if not task.cancelled() and task.exception() is not None and not self.failed.done():
@@ -222,6 +231,33 @@ class SyncerServer:
         self._bulk.merged(order.fragment, names)
         self.dispatch(m.Stored(order.fragment, order.version))
         self._diary.merged(order, self.clock.now() - started)
+
+    async def _keep_good(self, step: int) -> None:
+        values = [state.values for state in self.states]
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._mergers, self._good.keep, step, values)
+        except StoreError as error:
+            self.dispatch(m.GoodKept(step, str(error)))
+        else:
+            self.dispatch(m.GoodKept(step))
+
+    async def _restore(self, order: m.Restore) -> None:
+        """A version made of the good copy, stored and announced as any other; its momentum starts anew."""
+        loop = asyncio.get_running_loop()
+        blank = m.Merge(order.fragment, order.version, order.step, (), 0.0, 0.0, 0.0)
+        try:
+            values = await loop.run_in_executor(self._mergers, self._good.read, order.good_step, order.fragment)
+            state = FragmentState.fresh(values)
+            written = await loop.run_in_executor(self._mergers, self.store.write, blank, state)
+            await self._tape.commit(written)
+        except SkerryError as error:
+            self.dispatch(m.StoreFailed(order.fragment, str(error)))
+            return
+        self.states[order.fragment] = state
+        self._bulk.publish(order.fragment, self._bulk.encode(order.version, state))
+        self._bulk.forget(order.fragment)
+        self.record("restored", {"fragment": order.fragment, "version": order.version, "good_step": order.good_step})
+        self.dispatch(m.Stored(order.fragment, order.version))
 
     def _compute(self, order: m.Merge, deltas: list[Tensor]) -> tuple[FragmentState, Published, Written]:
         """One merge, off the event loop. A fragment has one merge at a time, so its state stands still meanwhile."""
@@ -338,7 +374,8 @@ class SyncerServer:
                     loss = report.loss if report.HasField("loss") else connection.vitals.loss
                     stall_s = max(connection.vitals.stall_s, report.stall_s)
                     connection.vitals = Vitals(loss, report.sent_bytes, report.received_bytes, report.steps, stall_s)
-                    self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s))
+                    said = report.loss if report.HasField("loss") else None
+                    self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s, said))
                 elif kind == "ready":
                     self.dispatch(m.Ready(name))
                 elif kind == "nothing":

@@ -1,0 +1,54 @@
+"""Is the run as a whole getting better? Watches the training loss that learners report, and says when the model is bad."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+CHECKS_BAD = 3
+"""So many checks in a row must find the loss too high: one bad batch is no divergence."""
+
+Verdict = Literal["unknown", "healthy", "doubtful", "diverged"]
+
+
+@dataclass
+class Health:
+    """Compares the median loss of those who train with the best level it has had."""
+
+    factor: float
+    """The loss may rise to this many times its best level; 0 means nobody watches."""
+    best: float | None = None
+    level: float | None = None
+    bad: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=3))
+
+    def report(self, name: str, loss: float | None) -> None:
+        if loss is not None:
+            self.losses[name] = loss if math.isfinite(loss) else math.inf
+
+    def check(self, names: list[str]) -> Verdict:
+        """Once in a while, with those who train now."""
+        self.losses = {name: loss for name, loss in self.losses.items() if name in names}
+        if self.factor == 0 or not self.losses:
+            return "unknown"
+        self.recent.append(statistics.median_low(self.losses.values()))
+        self.level = statistics.median(self.recent)
+        if self.best is not None and self.level > self.best + (self.factor - 1) * abs(self.best):
+            self.bad += 1
+            return "diverged" if self.bad >= CHECKS_BAD else "doubtful"
+        self.bad = 0
+        if math.isfinite(self.level):
+            self.best = self.level if self.best is None else min(self.best, self.level)
+            return "healthy"
+        return "doubtful"
+
+    def start_again(self) -> None:
+        """After the model was put back: what was reported before does not count."""
+        self.bad = 0
+        self.level = None
+        self.losses.clear()
+        self.recent.clear()

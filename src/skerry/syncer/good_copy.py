@@ -1,0 +1,57 @@
+"""Copies of the whole model from times when all was well, to go back to when it diverges. The newest two are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from skerry.errors import StoreError
+
+KEPT = 2
+
+
+class GoodCopies:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "good"
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:010d}.safetensors"
+
+    def keep(self, step: int, fragments: Sequence[Tensor]) -> None:
+        """Whole or not at all; older ones go once this one is safe."""
+        path = self._path(step)
+        temporary = path.with_suffix(".new")
+        try:
+            self._folder.mkdir(exist_ok=True)
+            with temporary.open("wb") as file:
+                file.write(save({str(index): values for index, values in enumerate(fragments)}))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            directory = os.open(self._folder, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise StoreError(f"a good copy of the model cannot be kept in {self._folder}: {error.strerror}") from error
+        copies = sorted(p for p in self._folder.iterdir() if re.fullmatch(r"step-\d{10}\.safetensors", p.name))
+        for old in copies[:-KEPT]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+    def read(self, step: int, fragment: int) -> Tensor:
+        try:
+            with safe_open(self._path(step), framework="pt") as file:
+                return file.get_tensor(str(fragment))  # type: ignore[no-any-return]
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"the good copy of step {step} cannot be read: {error}") from error
