@@ -1,0 +1,362 @@
+"""Every kind of fault, done to real processes: what it does to the run, and that the run recovers.
+
+One run with three islands and a proxy in their links serves all tests but the last ones; each leaves it whole.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from skerry.chaos.desk import ask
+from skerry.chaos.inflicted import Inflicted
+from skerry.errors import ConfigError
+from skerry.metrics import MetricsTail
+
+JOB = """
+[model]
+layers = 1
+width = 32
+heads = 2
+context = 32
+[train]
+tokens = {tokens}
+batch = 4
+[sync]
+fragments = 4
+every = 6
+silence_s = 3.0
+[islands]
+count = 3
+[eval]
+every_tokens = 1_000_000_000_000
+tokens = 2048
+final_tokens = 2048
+sample_tokens = 0
+"""
+ISLANDS = ("island-0", "island-1", "island-2")
+
+
+class Run:
+    """`skerry train` as a process, its metrics and its tape."""
+
+    def __init__(self, folder: Path, tokens: int, *arguments: str) -> None:
+        self.folder = folder / "run"
+        (folder / "job.toml").write_text(JOB.format(tokens=tokens))
+        command = [sys.executable, "-m", "skerry", "train", str(folder / "job.toml"), "--run", str(self.folder), *arguments]
+        self.output = folder / "output.txt"
+        with self.output.open("wb") as output:
+            self.process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        self._tail = MetricsTail(self.folder / "metrics.jsonl")
+        self.records: list[dict] = []
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            self.records += self._tail.read()
+            if condition():
+                return
+            assert self.process.poll() is None, f"the run ended while waiting for {what}:\n{self.output.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"waited too long for {what}:\n{self.output.read_text()[-3000:]}"
+            time.sleep(0.02)
+
+    def suffer(self, words: str) -> int:
+        """Do it, and give the number of the record that says so."""
+        start = len(self.records)
+        ask(self.folder, words)
+        self.until(lambda: self.find(start, "event", what="fault", words=words), f"{words} to be written down")
+        return self.find(start, "event", what="fault", words=words)[0]
+
+    def find(self, start: int, kind: str, **wanted: object) -> list[int]:
+        """Numbers of the records since `start` that have these fields."""
+        numbers = range(start, len(self.records))
+        fits = [n for n in numbers if self.records[n]["kind"] == kind]
+        return [n for n in fits if all(self.records[n].get(key) == value for key, value in wanted.items())]
+
+    def event(self, start: int, what: str, part: str | None, words: str | None = None) -> int:
+        """Wait for an event after `start`; gives its number."""
+        wanted = {"what": what, "island": part, **({"words": words} if words else {})}
+        self.until(lambda: self.find(start + 1, "event", **wanted), f"{part} {what}")
+        return self.find(start + 1, "event", **wanted)[0]
+
+    def merges_of(self, island: str, start: int, stop: int | None = None) -> int:
+        found = [n for n in self.find(start, "merge") if stop is None or n < stop]
+        return sum(island in self.records[n]["contributors"] for n in found)
+
+    def merged_again(self, island: str, start: int) -> None:
+        self.until(lambda: self.merges_of(island, start) >= 3, f"merges with {island}")
+
+    def healthy(self) -> None:
+        start = len(self.records)
+        for island in ISLANDS:
+            self.merged_again(island, start)
+
+    def island_tokens(self, island: str, start: int, stop: int) -> int:
+        """How many tokens an island trained on between two records."""
+        found = [self.records[n]["tokens"] for n in self.find(start, "island", island=island) if n < stop]
+        return found[-1] - found[0]
+
+    def log(self, part: str) -> str:
+        return (self.folder / "logs" / f"{part}.log").read_text()
+
+    def part(self, name: str) -> psutil.Process:
+        return next(child for child in self.process.children() if name in child.cmdline())
+
+    def tape(self, *kinds: str) -> list[tuple[str, dict]]:
+        database = sqlite3.connect(f"file:{self.folder / 'tape.sqlite'}?mode=ro", uri=True)
+        try:
+            rows = database.execute("SELECT kind, data FROM tape ORDER BY seq").fetchall()
+        finally:
+            database.close()
+        return [(kind, json.loads(data)) for kind, data in rows if kind in kinds]
+
+    def told(self, kind: str, words: str) -> None:
+        """Wait until it is on the tape."""
+        self.until(lambda: any(data.get("words") == words for _, data in self.tape(kind)), f"{kind} {words} on the tape")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(tmp_path_factory.mktemp("chaos"), 10**12, "--proxy")
+    yield run
+    stop(run)
+
+
+@pytest.fixture
+def run(shared: Run) -> Run:
+    shared.healthy()
+    return shared
+
+
+def stop(run: Run) -> None:
+    parts = run.process.children(recursive=True) if run.process.is_running() else []
+    for process in [run.process, *parts]:
+        if process.is_running():
+            process.kill()
+    psutil.wait_procs(parts, timeout=30)
+
+
+def skerry(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "skerry", *arguments], capture_output=True, text=True, timeout=60)
+
+
+# ------------------------------------------------------------ processes
+
+
+def test_killed_island_stays_away_as_long_as_said_and_comes_back(run: Run) -> None:
+    words = "kill island-0 for 1s"
+    fault = run.suffer(words)
+    dead = run.event(fault, "killed", "island-0")
+    back = run.event(dead, "restarted", "island-0")
+    assert run.records[back]["at"] - run.records[dead]["at"] >= 1
+    run.merged_again("island-0", run.event(back, "joined", "island-0"))
+    run.told("fault", words)
+    assert any(data.get("learner") == "island-0" for _, data in run.tape("restarted"))
+
+
+def test_frozen_island_is_given_up_and_taken_back_when_it_thaws(run: Run) -> None:
+    words = "freeze island-1 for 5s"
+    island = run.part("island-1")
+    fault = run.suffer(words)
+    run.until(lambda: island.status() == psutil.STATUS_STOPPED, "the process to stand still")
+    lost = run.event(fault, "lost", "island-1")
+    healed = run.event(lost, "healed", "island-1", words)
+    run.merged_again("island-1", run.event(healed, "joined", "island-1"))
+    assert island.is_running(), "it is the same process"
+    assert all(run.merges_of(other, fault, healed) > 0 for other in ("island-0", "island-2"))
+
+
+def test_slow_island_does_less_and_the_others_do_not_wait_for_it(run: Run) -> None:
+    words = "slow island-2 30x for 4s"
+    fault = run.suffer(words)
+    healed = run.event(fault, "healed", "island-2", words)
+    run.until(lambda: len(run.find(healed, "island", island="island-2")) >= 2, "a summary after it")
+    done = {island: run.island_tokens(island, fault, healed) for island in ISLANDS}
+    assert 4 * done["island-2"] < min(done["island-0"], done["island-1"])
+    run.merged_again("island-2", healed)
+
+
+def test_killed_syncer_stays_away_as_long_as_said_while_islands_go_on(run: Run) -> None:
+    words = "kill_syncer syncer for 2s"
+    fault = run.suffer(words)
+    dead = run.event(fault, "syncer killed", "syncer")
+    back = run.event(dead, "syncer restarted", "syncer")
+    assert run.records[back]["at"] - run.records[dead]["at"] >= 2
+    for island in ISLANDS:
+        run.merged_again(island, run.event(back, "joined", island))
+        assert _steps_alone(run, island)[-1] > 0
+    run.told("fault", words)
+
+
+def _steps_alone(run: Run, island: str) -> list[int]:
+    lines = [line for line in run.log(island).splitlines() if "is back with the syncer" in line]
+    return [int(line.split(" after ")[1].split()[0]) for line in lines]
+
+
+# ------------------------------------------------------------ links
+
+
+def test_island_whose_link_is_cut_trains_on_alone_and_comes_back(run: Run) -> None:
+    words = "cut island-0 for 1s"
+    fault = run.suffer(words)
+    run.event(fault, "disconnected", "island-0")
+    healed = run.event(fault, "healed", "island-0", words)
+    run.merged_again("island-0", run.event(healed, "joined", "island-0"))
+    assert _steps_alone(run, "island-0")[-1] > 0
+    run.told("healed", words)
+
+
+@pytest.mark.parametrize("words", ["throttle island-1 0.05mbps up for 4s", "delay island-2 700ms for 4s"])
+def test_island_with_a_bad_link_is_in_fewer_merges_and_holds_up_nobody(run: Run, words: str) -> None:
+    slow = words.split()[1]
+    fault = run.suffer(words)
+    healed = run.event(fault, "healed", slow, words)
+    for other in set(ISLANDS) - {slow}:
+        assert 2 * run.merges_of(slow, fault, healed) < run.merges_of(other, fault, healed)
+    run.merged_again(slow, healed)
+
+
+def test_island_whose_bytes_vanish_is_given_up_and_comes_back_on_a_new_connection(run: Run) -> None:
+    words = "drop island-2 for 5s"
+    fault = run.suffer(words)
+    lost = run.event(fault, "lost", "island-2")
+    healed = run.event(lost, "healed", "island-2", words)
+    run.merged_again("island-2", run.event(healed, "joined", "island-2"))
+
+
+# ------------------------------------------------------------ inside
+
+
+@pytest.mark.parametrize("what", ["nan", "inf", "explode 1000000x"])
+def test_unhealthy_contributions_are_left_out_and_named(run: Run, what: str) -> None:
+    kind, *amount = what.split()
+    words = " ".join([kind, "island-1", *amount, "for 2s"])
+    before = len(run.tape("unhealthy", "refused"))
+    fault = run.suffer(words)
+    healed = run.event(fault, "healed", "island-1", words)
+
+    def named() -> bool:
+        found = run.tape("unhealthy", "refused")[before:]
+        assert all(data.get("learner") == "island-1" for entry, data in found if entry == "unhealthy")
+        return any("outlier" in data["reason"] or "not finite" in data["reason"] for _, data in found)
+
+    run.until(named, "the contributions to be named on the tape")
+    run.merged_again("island-1", healed)
+
+
+def test_stale_contributions_are_those_of_before(run: Run, tmp_path: Path) -> None:
+    words = "stale island-0 for 2s"
+    fault = run.suffer(words)
+    run.until(lambda: "island-0 is told to suffer: stale" in run.log("island-0"), "the island to hear of it")
+    healed = run.event(fault, "healed", "island-0", words)
+    run.merged_again("island-0", healed)
+    (tmp_path / "island-0.json").write_text('{"stale": 1.0}')
+    inflicted = Inflicted(tmp_path, "island-0")
+    snapshots = [(torch.zeros(2), torch.full((2,), float(number))) for number in range(3)]
+    given = [inflicted.spoiled(0, lambda pair=pair: pair)() for pair in snapshots]
+    assert all(pair == snapshots[0] for pair in given)
+    (tmp_path / "island-0.json").unlink()
+    assert inflicted.spoiled(0, lambda: snapshots[2])() == snapshots[2]
+
+
+def test_full_disk_pauses_merging_and_loses_nothing(run: Run) -> None:
+    words = "fill_disk syncer for 3s"
+    fault = run.suffer(words)
+    failed = run.event(fault, "merge failed", None)
+    assert "No space left" in run.records[failed]["detail"] or "disk is full" in run.records[failed]["detail"]
+    healed = run.event(failed, "healed", "syncer", words)
+    for island in ISLANDS:
+        run.merged_again(island, healed)
+    run.told("fault", words)
+    versions = [data["version"] for _, data in run.tape("merged") if data["fragment"] == 0]
+    assert versions == list(range(1, len(versions) + 1)), "no version is missing"
+
+
+def test_everyone_comes_back_when_the_syncers_clock_jumps(run: Run) -> None:
+    words = "clock syncer 10s for 1s"
+    fault = run.suffer(words)
+    for island in ISLANDS:
+        run.merged_again(island, run.event(run.event(fault, "lost", island), "joined", island))
+    healed = run.event(fault, "healed", "syncer", words)
+    for island in ISLANDS:
+        run.merged_again(island, healed)
+
+
+def test_island_whose_clock_jumps_stays_in_the_run(run: Run) -> None:
+    words = "clock island-1 5s for 1s"
+    fault = run.suffer(words)
+    run.until(lambda: "island-1 is told to suffer: clock 5" in run.log("island-1"), "the island to hear of it")
+    healed = run.event(fault, "healed", "island-1", words)
+    run.merged_again("island-1", healed)
+    assert not run.find(fault, "event", what="lost", island="island-1")
+
+
+# ------------------------------------------------------------ asking for faults
+
+
+def test_faults_can_be_asked_for_on_the_command_line_while_a_run_goes_on(run: Run) -> None:
+    start = len(run.records)
+    found = skerry("chaos", str(run.folder), "slow island-0 2x for 0.5s")
+    assert found.returncode == 0 and "slow island-0 2x for 0.5s" in found.stdout, found.stderr
+    run.event(run.event(start, "fault", "island-0"), "healed", "island-0")
+    for words, message in (("kill island-7", "there are 3 islands"), ("tickle island-0", "kind must be one of")):
+        found = skerry("chaos", str(run.folder), words)
+        assert found.returncode == 2 and message in found.stderr and found.stderr.count("\n") == 1
+
+
+def test_corrupted_bytes_break_connections_and_nothing_else(run: Run) -> None:
+    words = "corrupt island-2 300bytes down for 2s"
+    fault = run.suffer(words)
+    run.event(fault, "disconnected", "island-2")
+    healed = run.event(fault, "healed", "island-2", words)
+    run.merged_again("island-2", healed)
+    assert all(run.merges_of(other, fault, healed) > 0 for other in ("island-0", "island-1"))
+
+
+def test_asking_where_no_run_is_supervised_gets_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run of skerry train"):
+        ask(tmp_path, "kill island-0")
+    (tmp_path / "config.json").write_text("{}")
+    for _ in range(2):  # never supervised; and once, but no longer
+        with pytest.raises(
+            ConfigError, match="nobody supervises .*; faults can be done to a run while its skerry train goes on"
+        ):
+            ask(tmp_path, "kill island-0")
+        (tmp_path / "chaos").mkdir(exist_ok=True)
+
+
+def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        '[[fault]]\nkind = "kill"\nisland = 1\nat_step = 100\n'
+        '[[fault]]\nkind = "kill_syncer"\nat_step = 900\nfor_s = 0.5\n'
+        '[[fault]]\nkind = "freeze"\nisland = 0\nat_s = 1\nfor_s = 0.5\n'
+        '[[fault]]\nkind = "kill"\nisland = 0\nat_s = 3600\n'
+        '[random]\nmtbf_s = 5\nkinds = ["slow"]\nreturn_s = 1\nuntil_step = 300\n'
+    )
+    run = Run(tmp_path, 700_000, "--chaos", str(plan))
+    try:
+        run.until(lambda: run.find(0, "event", what="fault"), "the first fault")
+        with pytest.raises(
+            ConfigError, match="this run has no proxy in its links, so cut cannot be done; start it with: .*--proxy"
+        ):
+            ask(run.folder, "cut island-0")
+        assert run.process.wait(90) == 0, run.output.read_text()
+    finally:
+        stop(run)
+    run.until(lambda: True, "the last records")
+    faults = [run.records[n] for n in run.find(0, "event", what="fault") if run.records[n].get("words")]
+    for words in ("kill island-1 @ step 100", "kill_syncer syncer @ step 900 for 0.5s", "freeze island-0 @ 1s for 0.5s"):
+        assert [fault["words"] for fault in faults].count(words) == 1
+    assert run.find(0, "event", what="never came")
+    assert json.loads((run.folder / "result.json").read_text())["validation_loss"] < 3.6
+    assert [path.name for path in (run.folder / "chaos" / "requests").iterdir()] == []
