@@ -55,7 +55,7 @@ def test_a_killed_island_is_allocated_but_not_alive_until_it_is_back() -> None:
     assert island.lost_s == pytest.approx(0.5)
     assert got.uptime == pytest.approx(0.805) and got.goodput == pytest.approx(0.8)
     [recovery] = got.recoveries
-    assert (recovery.island, recovery.seconds, recovery.start_up_s) == ("a", 20.5, 18)
+    assert (recovery.island, recovery.seconds, recovery.joined_after_s) == ("a", 20.5, 18.5)
 
 
 def test_steps_no_merge_had_taken_die_with_their_process() -> None:
@@ -70,15 +70,19 @@ def test_an_outage_of_the_syncer_costs_nothing_if_the_island_stepped_on() -> Non
 
 
 def test_an_outage_it_waited_through_was_alive_and_useless() -> None:
-    got = account(steady("a", 0, 20), seen(80, "a", 200, stall_s=60.0), steady("a", 81, 100, 210), ended(100))
+    stalled = {"stalled_s": 60.0}
+    got = account(
+        steady("a", 0, 20), seen(80, "a", 200, stall_s=60.0, **stalled), steady("a", 81, 100, 210, **stalled), ended(100)
+    )
     assert got.uptime == pytest.approx(1.0) and got.goodput == pytest.approx(0.4)
     assert got.islands["a"].longest_stall_s == 60.0 and got.longest_pause_s == pytest.approx(61.0)
 
 
 def test_freezing_is_neither_life_nor_a_stall() -> None:
     got = account(
-        steady("a", 0, 20), happened(20, "fault", "a", fault="freeze"), happened(30, "healed", "a", fault="freeze"),
-        seen(31, "a", 210, stall_s=10.1), steady("a", 32, 50, 220), merge(33, "a"), ended(50),
+        steady("a", 0, 20), happened(20, "fault", "a", fault="freeze"), seen(21, "a", 200), seen(25, "a", 200),
+        happened(30, "healed", "a", fault="freeze"), seen(31, "a", 200), seen(32, "a", 210, stall_s=10.1, stalled_s=9.8),
+        steady("a", 33, 50, 220, stalled_s=9.8), merge(33, "a"), ended(50),
     )  # fmt: skip
     island = got.islands["a"]
     assert island.alive_s == pytest.approx(40) and island.useful_s == pytest.approx(40) and island.longest_stall_s == 0.1

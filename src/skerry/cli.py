@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     learner.add_argument("--name", help="keep it the same when the island is restarted (default: host and process)")
     learner.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: as the job says)")
     learner.add_argument("--threads", type=int, help="CPU threads (default: as the job says)")
+    learner.add_argument("--keep", help="a folder for the optimizer's state, for when the island is restarted on this machine")
     _tls_options(learner)
     learner.set_defaults(act=_learner)
 
@@ -91,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("run", type=Path, help="the run folder")
     plot.add_argument("file", type=Path, nargs="?", help="the PNG to write (default: loss.png in the run folder)")
     plot.set_defaults(act=_plot)
+
+    account = commands.add_parser("account", help="what became of the islands' time: goodput, stalls, recoveries")
+    account.add_argument("run", type=Path, help="the run folder")
+    account.set_defaults(act=_account)
 
     chaos = commands.add_parser("chaos", help="do harm to a run that skerry train is running, to see it recover")
     chaos.add_argument("run", type=Path, help="the run folder")
@@ -234,9 +239,8 @@ def _learner(options: argparse.Namespace) -> None:
     config = dataclasses.replace(config, islands=islands)
     name = options.name or f"{socket.gethostname()}-{os.getpid()}"
     inflicted = Inflicted.here(name)
-    run_island(
-        options.address, name, config, tls, clock=inflicted, on_joined=inflicted.attach if inflicted is not None else None
-    )
+    on_joined = inflicted.attach if inflicted is not None else None
+    run_island(options.address, name, config, tls, keep=options.keep, clock=inflicted, on_joined=on_joined)
 
 
 def _chaos(options: argparse.Namespace) -> None:
@@ -269,6 +273,16 @@ def _plot(options: argparse.Namespace) -> None:
     if not plot_run(options.run / "metrics.jsonl", target):
         raise ConfigError(f"no plot: {options.run} has no metrics yet, or matplotlib is missing (pip install skerry[plot])")
     print(f"wrote {target}")
+
+
+def _account(options: argparse.Namespace) -> None:
+    from skerry.metrics import MetricsTail
+    from skerry.observe import account_lines, account_of
+
+    text = account_lines(account_of(MetricsTail(options.run / "metrics.jsonl").read()))
+    if not text:
+        raise ConfigError(f"no account: {options.run} has no records of islands yet")
+    print(text)
 
 
 def _validator(options: argparse.Namespace) -> None:

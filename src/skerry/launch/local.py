@@ -66,9 +66,10 @@ def _parts(config: Config, folder: Path, address: str, seen_by: dict[str, str]) 
         return Worker(child, config.islands.restarts)
 
     threads = _threads_for_island(config)
+    keep = ("--keep", str(folder / "islands"))
     return [
         part("syncer", {**one_thread, **chaos}, "syncer", str(folder), "--address", address),
-        *(part(name, {**threads, **chaos}, "learner", seen, "--name", name) for name, seen in seen_by.items()),
+        *(part(name, {**threads, **chaos}, "learner", seen, "--name", name, *keep) for name, seen in seen_by.items()),
         part("validator", one_thread, "validator", str(folder)),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from skerry.config import Config
 from skerry.errors import RunFailed
 from skerry.launch.processes import STOP_S, Child
 from skerry.metrics import MetricsTail, MetricsWriter
-from skerry.observe import RunStatus, open_view, plot_run, summary
+from skerry.observe import Accountant, RunStatus, account_lines, open_view, plot_run, summary
 
 POLL_S = 0.2
 RESTART_PAUSE_S = 0.5
@@ -50,6 +51,7 @@ class Supervisor:
         status = RunStatus(self._folder.name)
         status.algorithm = self._config.algorithm
         tail = MetricsTail(self._folder / "metrics.jsonl")
+        accountant = Accountant()
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         view = open_view(sys.stdout)
         try:
@@ -60,6 +62,7 @@ class Supervisor:
                 self._look_after()
                 for record in tail.read():
                     status.apply(record)
+                    accountant.apply(record)
                 if self.driver is not None:
                     self.driver.poll(time.monotonic(), status.phase == "running", status.step)
                 view.update(status)
@@ -69,6 +72,7 @@ class Supervisor:
                 self.driver.close()
             for record in tail.read():
                 status.apply(record)
+                accountant.apply(record)
             view.update(status)
             view.close()
             self.metrics.close()
@@ -81,6 +85,10 @@ class Supervisor:
         if plot_run(self._folder / "metrics.jsonl", self._folder / "loss.png"):
             print(f"loss curves: {self._folder / 'loss.png'}")
         view.say(summary(status))
+        account = accountant.account()
+        if account.islands:
+            (self._folder / "account.json").write_text(json.dumps(account.to_json(), indent=1) + "\n")
+            view.say(account_lines(account))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._interrupted += 1

@@ -33,6 +33,8 @@ from skerry.wire.connection import TLS
 log = logging.getLogger("skerry.learner")
 
 OptimizerSource = Literal["fresh", "own", "peer", "cold"]
+STALL = 3.0
+"""A step that takes this many times as long as usual stalls for the rest of its time."""
 OWN_STATE_ROUNDS = 10
 """An optimizer's state that was kept is used if it is not older than this many times H steps."""
 
@@ -245,9 +247,12 @@ class Learner:
         link = self._link
         now = self._clock.now()
         if self._last_step_at is not None:
-            self._step_times.append(now - self._last_step_at)
-            link.stall_s = max(link.stall_s, self._step_times[-1])
+            took = now - self._last_step_at
+            link.stall_s = max(link.stall_s, took)
+            if link.step_time_s:
+                link.stalled_s += max(0.0, took - STALL * link.step_time_s)
             # The median, so that one pause does not look like slowness for a while.
+            self._step_times.append(took)
             link.step_time_s = statistics.median(self._step_times)
         self._last_step_at = now
         tokens = self._tokens_per_step if self._counted is None else self._counted

@@ -68,6 +68,8 @@ class Link:
         self.step_time_s = 0.0
         self.stall_s = 0.0
         """The longest time between two steps since the last report."""
+        self.stalled_s = 0.0
+        """Of all time between steps, what went beyond three times the usual."""
         self.sent_bytes = 0
         self.received_bytes = 0
         self.connected = False
@@ -385,6 +387,7 @@ class Link:
                 received_bytes=self.received_bytes,
                 steps=exchange.totals.steps,
                 stall_s=self.stall_s,
+                stalled_s=self.stalled_s,
             )
             self.stall_s = 0.0
         self._reported_at = self._clock.now()

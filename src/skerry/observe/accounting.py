@@ -5,12 +5,15 @@ The words are defined in docs/accounting.md. Records are those of `metrics.jsonl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 INJURIES = ("freeze", "cut", "drop")
 """Faults after which an island's next merge is its recovery, besides its death."""
+THAW_S = 3.0
+"""For so long after it was frozen an island's longest step is not held against it."""
 
 
 @dataclass
@@ -21,7 +24,9 @@ class IslandAccount:
     alive_s: float = 0.0
     """Of that, with a process of the island in the run that was not frozen."""
     useful_s: float = 0.0
-    """Of that, in inner steps that were not lost with a process."""
+    """Of that, neither stalled nor lost."""
+    stalled_s: float = 0.0
+    """Of alive time, what steps took beyond three times the usual."""
     lost_s: float = 0.0
     """In inner steps that no merge took before their process died."""
     steps: int = 0
@@ -40,8 +45,8 @@ class Recovery:
     what: str
     at: float
     seconds: float | None = None
-    start_up_s: float = 0.0
-    """Of that, from the new process's start until it joined."""
+    joined_after_s: float | None = None
+    """For one that was killed: how long it was down and starting, until its new process joined."""
 
 
 @dataclass
@@ -53,6 +58,7 @@ class _Life:
     seen_at: float
     steps: int = 0
     counted: int = 0
+    stalled_s: float = 0.0
 
 
 @dataclass
@@ -115,7 +121,8 @@ class Accountant:
         self._until: dict[str, float] = {}
         self._frozen: dict[str, float] = {}
         self._frozen_s: dict[str, float] = {}
-        self._started: dict[str, float] = {}
+        self._excused_s: dict[str, float] = {}
+        self._thawed: dict[str, float] = {}
         self._merged_share_sum = 0.0
         self._stepped_at: float | None = None
         self._last_at = 0.0
@@ -175,16 +182,22 @@ class Accountant:
             self._advance(account, life, at, steps, record)
 
     def _advance(self, account: IslandAccount, life: _Life, at: float, steps: int, record: Mapping[str, Any]) -> None:
-        step_time, stall = _number(record.get("step_time_s")), _number(record.get("stall_s"))
-        if step_time:
-            account.step_time_s = step_time
-        frozen = self._frozen_s.pop(account.name, 0.0)
-        if not frozen and account.name not in self._frozen:
-            account.longest_stall_s = max(account.longest_stall_s, stall)
-        passed = max(0.0, at - life.seen_at - frozen)
-        taken = max(0, steps - life.steps)
+        name = account.name
+        if name in self._frozen:
+            return
+        account.step_time_s = _number(record.get("step_time_s")) or account.step_time_s
+        if at - self._thawed.get(name, -math.inf) > THAW_S:
+            account.longest_stall_s = max(account.longest_stall_s, _number(record.get("stall_s")))
+        passed = max(0.0, at - life.seen_at - self._frozen_s.pop(name, 0.0))
+        stalled = max(0.0, _number(record.get("stalled_s")) - life.stalled_s)
+        life.stalled_s += stalled
+        excused = min(stalled, self._excused_s.get(name, 0.0))
+        self._excused_s[name] = self._excused_s.get(name, 0.0) - excused
+        stalled = min(passed, stalled - excused)
         account.alive_s += passed
-        account.useful_s += min(passed, taken * account.step_time_s)
+        account.stalled_s += stalled
+        account.useful_s += passed - stalled
+        taken = max(0, steps - life.steps)
         account.steps += taken
         if taken:
             if self._stepped_at is not None:
@@ -212,21 +225,22 @@ class Accountant:
         what, fault = record["what"], record.get("fault")
         if what == "killed" and name not in self._until:
             self._end(name, at)
-        elif what == "restarted":
-            self._started[name] = at
         elif what == "joined":
             self._joined(name, at)
         elif what == "fault" and fault == "freeze":
             self._frozen[name] = at
         elif what == "healed" and fault == "freeze" and name in self._frozen:
-            self._frozen_s[name] = self._frozen_s.get(name, 0.0) + at - self._frozen.pop(name)
+            frozen_s = at - self._frozen.pop(name)
+            self._frozen_s[name] = self._frozen_s.get(name, 0.0) + frozen_s
+            self._excused_s[name] = self._excused_s.get(name, 0.0) + frozen_s
+            self._thawed[name] = at
         if name in self._account.islands and (what == "killed" or (what == "fault" and fault in INJURIES)):
-            self._account.recoveries.append(Recovery(name, str(fault or what), at))
+            self._account.recoveries.append(Recovery(name, "killed" if what == "killed" else str(fault), at))
 
     def _joined(self, name: str, at: float) -> None:
         for recovery in self._account.recoveries:
-            if recovery.island == name and recovery.seconds is None and name in self._started:
-                recovery.start_up_s = max(0.0, at - self._started[name])
+            if recovery.island == name and recovery.seconds is None and recovery.what == "killed":
+                recovery.joined_after_s = at - recovery.at
 
     def _merge(self, at: float, record: Mapping[str, Any]) -> None:
         names = [str(name) for name in record["contributors"]]

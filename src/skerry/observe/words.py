@@ -153,11 +153,15 @@ def account_lines(account: RunAccount) -> str:
             stall += f" ({island.longest_stall_s / island.step_time_s:.1f} steps)"
         deaths = f", {island.deaths} deaths" if island.deaths else ""
         useful = _percent(island.useful_s / island.allocated_s if island.allocated_s else None)
-        lines.append(f"  {island.name:<14} useful {useful}, lost {island.lost_s:.1f} s, {stall}{deaths}")
+        lines.append(
+            f"  {island.name:<14} useful {useful}, stalled {island.stalled_s:.1f} s, lost {island.lost_s:.1f} s, longest {stall}{deaths}"
+        )
     back = [recovery.seconds for recovery in account.recoveries if recovery.seconds is not None]
     if account.recoveries:
-        longest = f", longest {max(back):.1f} s" if back else ""
-        lines.append(f"recoveries       {len(back)} of {len(account.recoveries)} injuries{longest} until the next merge")
+        longest = f", at most {max(back):.1f} s until the next merge" if back else ""
+        rejoined = [r.seconds - r.joined_after_s for r in account.recoveries if r.seconds and r.joined_after_s]
+        after = f", {max(rejoined):.1f} s of it after joining again" if rejoined else ""
+        lines.append(f"recoveries       {len(back)} of {len(account.recoveries)} injuries{longest}{after}")
     return "\n".join(lines)
 
 

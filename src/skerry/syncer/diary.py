@@ -27,6 +27,7 @@ class Vitals:
     received_bytes: int = 0
     steps: int = 0
     stall_s: float = 0.0
+    stalled_s: float = 0.0
 
 
 class Diary:
@@ -100,5 +101,6 @@ class Diary:
                 counted=sum(fragment.counted_upto(learner.name) for fragment in core.fragments) // len(core.fragments),
                 step_time_s=round(learner.step_time.get(), 6),
                 stall_s=round(said.stall_s, 6),
+                stalled_s=round(said.stalled_s, 6),
             )
             said.stall_s = 0.0

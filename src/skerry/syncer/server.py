@@ -373,7 +373,8 @@ class SyncerServer:
                         continue
                     loss = report.loss if report.HasField("loss") else connection.vitals.loss
                     stall_s = max(connection.vitals.stall_s, report.stall_s)
-                    connection.vitals = Vitals(loss, report.sent_bytes, report.received_bytes, report.steps, stall_s)
+                    moved = (report.sent_bytes, report.received_bytes)
+                    connection.vitals = Vitals(loss, *moved, report.steps, stall_s, report.stalled_s)
                     said = report.loss if report.HasField("loss") else None
                     self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s, said))
                 elif kind == "ready":
@@ -456,7 +457,9 @@ class SyncerServer:
 
 
 def _plausible(report: pb.Report, step_before: int) -> bool:
-    sane_time = all(math.isfinite(time) and 0 <= time < 1e6 for time in (report.step_time_s, report.stall_s))
+    sane_time = (
+        all(math.isfinite(time) and 0 <= time < 1e6 for time in (report.step_time_s, report.stall_s)) and report.stalled_s >= 0
+    )
     return sane_time and report.tokens <= MAX_COUNT and report.step <= step_before + MAX_STEPS_AT_ONCE
 
 

@@ -101,7 +101,7 @@ class Ready(_message.Message):
     def __init__(self) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("step", "tokens", "step_time_s", "loss", "sent_bytes", "received_bytes", "steps", "stall_s")
+    __slots__ = ("step", "tokens", "step_time_s", "loss", "sent_bytes", "received_bytes", "steps", "stall_s", "stalled_s")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class Report(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
+    STALLED_S_FIELD_NUMBER: _ClassVar[int]
     step: int
     tokens: int
     step_time_s: float
@@ -118,7 +119,8 @@ class Report(_message.Message):
     received_bytes: int
     steps: int
     stall_s: float
-    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., loss: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., stall_s: _Optional[float] = ...) -> None: ...
+    stalled_s: float
+    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., loss: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., stall_s: _Optional[float] = ..., stalled_s: _Optional[float] = ...) -> None: ...
 
 class NothingToGive(_message.Message):
     __slots__ = ("fragment", "step")
