@@ -153,9 +153,8 @@ def account_lines(account: RunAccount) -> str:
             stall += f" ({island.longest_stall_s / island.step_time_s:.1f} steps)"
         deaths = f", {island.deaths} deaths" if island.deaths else ""
         useful = _percent(island.useful_s / island.allocated_s if island.allocated_s else None)
-        lines.append(
-            f"  {island.name:<14} useful {useful}, stalled {island.stalled_s:.1f} s, lost {island.lost_s:.1f} s, longest {stall}{deaths}"
-        )
+        wasted = f"stalled {island.stalled_s:.1f} s, lost {island.lost_s:.1f} s"
+        lines.append(f"  {island.name:<14} useful {useful}, {wasted}, longest {stall}{deaths}")
     back = [recovery.seconds for recovery in account.recoveries if recovery.seconds is not None]
     if account.recoveries:
         longest = f", at most {max(back):.1f} s until the next merge" if back else ""

@@ -457,9 +457,8 @@ class SyncerServer:
 
 
 def _plausible(report: pb.Report, step_before: int) -> bool:
-    sane_time = (
-        all(math.isfinite(time) and 0 <= time < 1e6 for time in (report.step_time_s, report.stall_s)) and report.stalled_s >= 0
-    )
+    times = (report.step_time_s, report.stall_s, report.stalled_s)
+    sane_time = all(math.isfinite(time) and 0 <= time < 1e9 for time in times)
     return sane_time and report.tokens <= MAX_COUNT and report.step <= step_before + MAX_STEPS_AT_ONCE
 
 
