@@ -284,8 +284,10 @@ def test_full_disk_pauses_merging_and_loses_nothing(run: Run) -> None:
 def test_everyone_comes_back_when_the_syncers_clock_jumps(run: Run) -> None:
     words = "clock syncer 10s for 1s"
     fault = run.suffer(words)
-    for island in ISLANDS:
-        run.merged_again(island, run.event(run.event(fault, "lost", island), "joined", island))
+    # All but one that happens to be the first to say something afterwards.
+    run.until(lambda: len(run.find(fault, "event", what="lost")) >= 2, "islands to seem silent")
+    for lost in run.find(fault, "event", what="lost"):
+        run.event(lost, "joined", run.records[lost]["island"])
     healed = run.event(fault, "healed", "syncer", words)
     for island in ISLANDS:
         run.merged_again(island, healed)
@@ -338,12 +340,12 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
     plan = tmp_path / "plan.toml"
     plan.write_text(
         '[[fault]]\nkind = "kill"\nisland = 1\nat_step = 100\n'
-        '[[fault]]\nkind = "kill_syncer"\nat_step = 900\nfor_s = 0.5\n'
+        '[[fault]]\nkind = "kill_syncer"\nat_step = 400\nfor_s = 0.5\n'
         '[[fault]]\nkind = "freeze"\nisland = 0\nat_s = 1\nfor_s = 0.5\n'
         '[[fault]]\nkind = "kill"\nisland = 0\nat_s = 3600\n'
         '[random]\nmtbf_s = 5\nkinds = ["slow"]\nreturn_s = 1\nuntil_step = 300\n'
     )
-    run = Run(tmp_path, 700_000, "--chaos", str(plan))
+    run = Run(tmp_path, 300_000, "--chaos", str(plan))
     try:
         run.until(lambda: run.find(0, "event", what="fault"), "the first fault")
         with pytest.raises(
@@ -355,8 +357,8 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
         stop(run)
     run.until(lambda: True, "the last records")
     faults = [run.records[n] for n in run.find(0, "event", what="fault") if run.records[n].get("words")]
-    for words in ("kill island-1 @ step 100", "kill_syncer syncer @ step 900 for 0.5s", "freeze island-0 @ 1s for 0.5s"):
+    for words in ("kill island-1 @ step 100", "kill_syncer syncer @ step 400 for 0.5s", "freeze island-0 @ 1s for 0.5s"):
         assert [fault["words"] for fault in faults].count(words) == 1
     assert run.find(0, "event", what="never came")
-    assert json.loads((run.folder / "result.json").read_text())["validation_loss"] < 3.6
+    assert json.loads((run.folder / "result.json").read_text())["validation_loss"] < 4.5, "untrained it would be 5.5"
     assert [path.name for path in (run.folder / "chaos" / "requests").iterdir()] == []

@@ -43,8 +43,8 @@ class Inflicted:
         return Inflicted(Path(folder), part) if folder and part else None
 
     def now(self) -> float:
-        """A Clock that may be wrong."""
-        return time.monotonic() + self.amount("clock")
+        """A Clock that may be wrong, by what was read last: it is asked for the time more often than it need look."""
+        return time.monotonic() + self._found.get("clock", 0.0)
 
     def amount(self, kind: str) -> float:
         """Of a fault of this kind; 0 if there is none."""
@@ -75,6 +75,7 @@ class Inflicted:
 
     def attach(self, learner: Learner) -> None:
         """Let this island be slow, and what it gives be wrong. Its own model stays whole."""
+        self.read()
         replica = learner._replica
         step_done, snapshot = learner._step_done, replica.snapshot
 
@@ -129,4 +130,15 @@ def attach_to_syncer(inflicted: Inflicted) -> None:
         append(database, entries)
 
     vars(store).update(_write_durably=write_or_fail, _append=append_or_fail)
-    vars(server).update(SystemClock=lambda: inflicted)
+    vars(server).update(SystemClock=lambda: _WatchfulClock(inflicted))
+
+
+class _WatchfulClock:
+    """For a process without steps after which to look."""
+
+    def __init__(self, inflicted: Inflicted) -> None:
+        self._inflicted = inflicted
+
+    def now(self) -> float:
+        self._inflicted.read()
+        return self._inflicted.now()
