@@ -8,12 +8,13 @@ VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check proto clean
+.PHONY: help train test check soak proto clean
 
 help:
 	@echo "make train   train four islands and a syncer on this machine (configs/default.toml)"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types and import direction"
+	@echo "make soak    20 minutes of random faults over eight islands, then a look for leaks; ARGS='--minutes 5'"
 	@echo "make proto   generate the wire messages again after a change to skerry.proto"
 	@echo "make clean   remove the environment, builds and caches; finished runs stay"
 	@echo
@@ -27,6 +28,9 @@ test: $(VENV)/.installed-dev
 
 check: $(VENV)/.installed-dev
 	scripts/check
+
+soak: $(VENV)/.installed-dev
+	$(VENV)/bin/python benchmarks/soak.py $(ARGS)
 
 proto: $(VENV)/bin/pip
 	scripts/proto

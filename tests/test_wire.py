@@ -296,7 +296,7 @@ def test_a_learner_that_keeps_sending_nonsense_is_put_in_quarantine_and_comes_ou
         for step in range(1, 9):
             ask, other = await both_asked(left, right, step)
             healthy = step <= 1 or step > 4
-            sent = torch.full((numel,), 0.125 if healthy else float("nan"))
+            sent = torch.full((numel,), 0.125 + step / 64 if healthy else float("nan"))
             reply = await right.give(other, sent)
             assert reply.accepted == healthy
             assert (await left.give(ask)).accepted
@@ -313,6 +313,24 @@ def test_a_learner_that_keeps_sending_nonsense_is_put_in_quarantine_and_comes_ou
     assert merged[:8] == [both, alone, alone, alone, alone, alone, both, both]
     assert [entry["learner"] for entry in tape(pair_folder, "unhealthy")] == ["right"] * 3
     assert [entry["learner"] for entry in tape(pair_folder, "quarantined") + tape(pair_folder, "readmitted")] == ["right"] * 2
+
+
+def test_the_same_progress_again_is_not_taken_for_new(pair_folder: Path, start_syncer) -> None:
+    syncer = start_syncer(pair_folder)
+
+    async def scenario(left: RawLearner, right: RawLearner) -> None:
+        old = torch.full((left.layout.fragments[0].numel,), 0.25)
+        for step in (1, 2):
+            ask, other = await both_asked(left, right, step)
+            reply = await right.give(other, old)
+            assert reply.accepted == (step == 1)
+            assert (await left.give(ask)).accepted
+            await left.receive("announce")
+        assert "the same, bit for bit" in reply.reason
+
+    play_pair(syncer.address, scenario)
+    syncer.stop()
+    assert [entry["learner"] for entry in tape(pair_folder, "unhealthy")] == ["right"]
 
 
 def test_a_model_that_diverges_is_put_back_and_the_run_goes_on(tmp_path: Path, start_syncer) -> None:

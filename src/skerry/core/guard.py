@@ -49,10 +49,12 @@ class SizeHistory:
         return history
 
 
-def why_unhealthy(history: SizeHistory, norm: float, steps: int, factor: float) -> str | None:
+def why_unhealthy(history: SizeHistory, norm: float, steps: int, factor: float, repeated: bool = False) -> str | None:
     """What is wrong with a contribution of this norm, or None."""
     if not math.isfinite(norm):
         return "not finite, or beyond any plausible size"
+    if repeated and norm > 0:
+        return "the same, bit for bit, as its last one: progress does not repeat itself"
     limit = history.limit(factor, steps)
     if norm > limit:
         return f"an outlier: its norm is {norm:.3g}, and what came lately allows at most {limit:.3g}"

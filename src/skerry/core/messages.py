@@ -51,6 +51,8 @@ class Contributed:
     upto: int = 0
     norm: float = 0.0
     """Of the contribution as a vector; not finite if it, or anything in it, is not."""
+    repeated: bool = False
+    """It is bit for bit what this learner sent for the fragment last time."""
 
 
 @dataclass(frozen=True)

@@ -346,7 +346,8 @@ class SyncerCore:
             learner.owes.discard(event.fragment)
 
     def why_unhealthy(self, offer: Contributed) -> str | None:
-        return why_unhealthy(self.fragments[offer.fragment].sizes, offer.norm, offer.steps, self.sync.outlier)
+        sizes = self.fragments[offer.fragment].sizes
+        return why_unhealthy(sizes, offer.norm, offer.steps, self.sync.outlier, offer.repeated)
 
     def _judge(self, learner: LearnerState, why: str | None, actions: list[Action]) -> None:
         """Count a learner's unhealthy contributions, or the healthy ones of one that is in quarantine."""

@@ -27,6 +27,7 @@ MAX_COUNT = 1 << 53
 MAX_PROGRESS = 1e12
 """No element of a sane contribution is larger; sums and outer steps of such values stay finite in fp32."""
 MAX_NAME = 200
+MAX_REMEMBERED = 100_000
 HELLO_S = 30.0
 LANE_QUEUE = 64
 """Answers that wait to be sent on one lane. While there are as many, nothing more is read from it."""
@@ -74,6 +75,8 @@ class Bulk:
         self._published.append(Published(0, "safetensors", memoryview(fixed), codecs.checksum(fixed)))
         self._deltas: dict[tuple[int, str], Tensor] = {}
         self._under_way: set[tuple[str, int]] = set()
+        self._last_sent: dict[tuple[str, int], tuple[int, int]] = {}
+        """Checksum and steps of each learner's last contribution to each fragment."""
         self.relay = Relay(layout, host)
 
     # ------------------------------------------------------------ what merging needs
@@ -187,7 +190,13 @@ class Bulk:
         numel = self._layout.fragments[header.fragment].numel
         delta, norm = await asyncio.get_running_loop().run_in_executor(None, self._decode, data, numel)
         # Much may have happened meanwhile.
-        offer = dataclasses.replace(self.check(name, session, header), norm=norm)
+        if len(self._last_sent) > MAX_REMEMBERED:
+            self._last_sent.clear()  # names of learners that came and went; to forget the others costs one look
+        last = self._last_sent.get((name, header.fragment))
+        self._last_sent[name, header.fragment] = (header.checksum, header.upto)
+        # The same answer sent again because the first did not get through covers the same steps.
+        repeated = last is not None and last[0] == header.checksum and last[1] != header.upto
+        offer = dataclasses.replace(self.check(name, session, header), norm=norm, repeated=repeated)
         why = self._host.core.why_unhealthy(offer)
         self._deltas[offer.fragment, offer.name] = delta
         self._host.dispatch(offer)
