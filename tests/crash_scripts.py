@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -355,7 +356,7 @@ def syncers(folder: Path) -> None:
         if pid == 0:
             try:
                 disk = FaultyDisk(folder)
-                disk.die_at(int(line), lambda: os.kill(os.getpid(), signal.SIGKILL))
+                disk.die_at(int(line), _hang_and_die)
                 with disk.installed():
                     asyncio.run(run_syncer(RunStore(folder), "127.0.0.1:0", None, on_listening=_say_port))
             except BaseException:
@@ -364,6 +365,12 @@ def syncers(folder: Path) -> None:
                 os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print(json.dumps(status), flush=True)
+
+
+def _hang_and_die() -> None:
+    # As a disk does that is about to fail. Whatever other threads say too early gets out meanwhile.
+    threading.Event().wait(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _say_port(port: int) -> None:

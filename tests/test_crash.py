@@ -199,7 +199,7 @@ FULL = {
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
-    skerry.create(tmp_path / "run", small_model(), dataclasses.replace(SYNC, quorum=0))
+    skerry.create(tmp_path / "run", small_model(), dataclasses.replace(SYNC, quorum=0, silence_s=600.0))
     with FaultyDisk(tmp_path / "run").installed() as disk:
         yield disk
 
@@ -291,7 +291,7 @@ def test_a_full_disk_pauses_merging_and_nothing_else(disk, failures, start_synce
     written = tape(folder, "merge_failed")
     assert sum(entry.get("times", 1) for entry in written) == len(failures)
     if full != "the files of versions":
-        assert len(written) == SYNC.fragments, "while the tape cannot be written, failures are counted"
+        assert len(written) < len(failures), "while the tape cannot be written, failures are counted"
     assert [entry["learner"] for entry in tape(folder, "joined")] == ["a", "b", "c"]
     RunStore(folder).close()
 
