@@ -60,7 +60,7 @@ class Run:
         self.records: list[dict] = []
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 90
         while True:
             self.records += self._tail.read()
             if condition():
@@ -257,6 +257,7 @@ def test_stale_contributions_are_those_of_before(run: Run, tmp_path: Path) -> No
     words = "stale island-0 for 2s"
     fault = run.suffer(words)
     run.until(lambda: "island-0 is told to suffer: stale" in run.log("island-0"), "the island to hear of it")
+    run.until(lambda: any("the same" in data["reason"] for _, data in run.tape("unhealthy")), "the tape to name it")
     healed = run.event(fault, "healed", "island-0", words)
     run.merged_again("island-0", healed)
     (tmp_path / "island-0.json").write_text('{"stale": 1.0}')
@@ -359,6 +360,8 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
     faults = [run.records[n] for n in run.find(0, "event", what="fault") if run.records[n].get("words")]
     for words in ("kill island-1 @ step 100", "kill_syncer syncer @ step 400 for 0.5s", "freeze island-0 @ 1s for 0.5s"):
         assert [fault["words"] for fault in faults].count(words) == 1
-    assert run.find(0, "event", what="never came")
-    assert json.loads((run.folder / "result.json").read_text())["validation_loss"] < 4.5, "untrained it would be 5.5"
+    [left] = run.find(0, "event", what="never came")
+    assert "kill island-0 @ 3600s" in run.records[left]["detail"] and "1 planned" in run.records[left]["detail"]
+    assert json.loads((run.folder / "result.json").read_text())["tokens"] >= 300_000
+    assert [data.get("words") for _, data in run.tape("fault")].count("kill island-1 @ step 100") == 1
     assert [path.name for path in (run.folder / "chaos" / "requests").iterdir()] == []

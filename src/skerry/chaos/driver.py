@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from skerry.chaos.desk import Desk
 from skerry.chaos.kinds import KINDS
-from skerry.chaos.plan import Fault, check_part
+from skerry.chaos.plan import Fault, check_part, order
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
 from skerry.chaos.reading import parse_faults
 from skerry.chaos.teller import Teller
@@ -64,13 +64,17 @@ class Driver:
             left_behind.unlink()
         (self._folder / "plan.txt").write_text("".join(f"{fault.words}\n" for fault in faults))
         done = Counter(record.get("words") for record in MetricsTail(metrics.path).read() if record.get("what") == "fault")
-        self._planned: list[Fault] = []
+        left: list[Fault] = []
         for fault in faults:
             # A run that is taken up again does not suffer the same twice.
             if done[fault.words] > 0:
                 done[fault.words] -= 1
             else:
-                self._planned.append(fault)
+                left.append(fault)
+        self._step = 0
+        self._timed: deque[Fault] = deque()
+        self._stepped: deque[Fault] = deque()
+        self._plan(left)
 
     def poll(self, now: float, running: bool, step: int) -> None:
         """Do what is due. `running` says whether training has begun, `step` how far the run is."""
@@ -80,20 +84,19 @@ class Driver:
             self._heal(active)
         for identity, text in self._desk.requests():
             self._desk.answer(identity, *self._asked(text, now))
-        due = [fault for fault in self._planned if self._is_due(fault, now, step)]
-        if due:
-            self._planned = [fault for fault in self._planned if fault not in due]
-        for fault in due:
-            if fault.before_step is None or step < fault.before_step:
+        self._step = step
+        for fault in self._due(now):
+            if self._still_wanted(fault):
                 self._do(fault, now)
 
     def restarted(self, part: str, pid: int) -> None:
         self._teller.tell("restarted", {**_who(part), "pid": pid})
 
     def close(self) -> None:
-        if self._planned:
-            left = f"{len(self._planned)} planned faults, the first: {self._planned[0].words}"
-            self._metrics.write("event", what="never came", detail=left)
+        left = [fault for fault in [*self._stepped, *self._timed] if self._still_wanted(fault)]
+        if left:
+            detail = f"{len(left)} planned faults, the first: {left[0].words}"
+            self._metrics.write("event", what="never came", detail=detail)
         self._desk.close()
         self._teller.close()
         if self._proxy is not None:
@@ -101,10 +104,22 @@ class Driver:
 
     # ------------------------------------------------------------ when
 
-    def _is_due(self, fault: Fault, now: float, step: int) -> bool:
+    def _plan(self, more: Sequence[Fault]) -> None:
+        """Plans may be long, so that only the next of each sort is looked at."""
+        faults = sorted([*self._timed, *self._stepped, *more], key=order)
+        self._timed = deque(fault for fault in faults if fault.at_step is None)
+        self._stepped = deque(fault for fault in faults if fault.at_step is not None)
+
+    def _due(self, now: float) -> Iterator[Fault]:
         if self._began_at is None:
-            return False
-        return step >= fault.at_step if fault.at_step is not None else now - self._began_at >= (fault.at_s or 0.0)
+            return
+        while self._timed and now - self._began_at >= (self._timed[0].at_s or 0.0):
+            yield self._timed.popleft()
+        while self._stepped and self._step >= (self._stepped[0].at_step or 0):
+            yield self._stepped.popleft()
+
+    def _still_wanted(self, fault: Fault) -> bool:
+        return fault.before_step is None or self._step < fault.before_step
 
     def _asked(self, text: str, now: float) -> tuple[bool, str]:
         """What to say to somebody who asks for faults, which are then done or put on the plan."""
@@ -120,7 +135,7 @@ class Driver:
             if fault.at_s is None and fault.at_step is None:
                 self._do(fault, now)
             else:
-                self._planned.append(fault)
+                self._plan([fault])
         return True, ", ".join(fault.words for fault in faults)
 
     # ------------------------------------------------------------ what

@@ -147,7 +147,7 @@ class Plan:
             check_part(fault, islands)
         if self.random is not None:
             faults += [fault for island in range(islands) for fault in self.random.drawn(island)]
-        return sorted(faults, key=_order)
+        return sorted(faults, key=order)
 
     @property
     def needs_proxy(self) -> bool:
@@ -161,7 +161,8 @@ def check_part(fault: Fault, islands: int) -> None:
         raise ConfigError(f"{fault.words}: there are {islands} islands, island-0 to island-{islands - 1}")
 
 
-def _order(fault: Fault) -> tuple[float, int, str, str, float]:
+def order(fault: Fault) -> tuple[float, int, str, str, float]:
+    """By time, then those that wait for a step; what is left of the order is only there to be always the same."""
     at_s = math.inf if fault.at_step is not None else fault.at_s or 0.0
     return (at_s, fault.at_step or 0, fault.part, fault.kind, fault.amount)
 
