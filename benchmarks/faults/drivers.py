@@ -19,23 +19,22 @@ from typing import Any
 import skerry
 from faults.data_parallel_loop import CHECKPOINT_EVERY
 from faults.replica import REPLICAS, ROOT, job_config, replica_name
-from faults.steps import StepReader, taken_back
+from faults.steps import Step, StepReader, taken_back
 from skerry.launch.processes import Child, free_port, skerry_command
 from skerry.train.job import build_job
 
 POLL_S = 0.05
 START_S = 120.0
+STEPS_S = 120.0
 FAULTS = ("straggler", "outage", "long outage", "poison", "kill")
 
 
 class Driver:
     name = ""
     coordinator = ""
-    block_s = 20.0
-    """How long a stretch must be for a steady speed."""
     faults: tuple[str, ...] = FAULTS
     waits = True
-    """Its replicas wait for each other, so an outage costs so much that one measurement is enough."""
+    """Its replicas wait for each other: faults cost so much that they need not be measured many times."""
 
     def __init__(self, folder: Path, python: str) -> None:
         folder.mkdir(parents=True)
@@ -97,6 +96,12 @@ class Driver:
     def run_for(self, seconds: float) -> None:
         self.run_until(lambda: False, seconds)
 
+    def run_steps(self, index: int, count: int) -> list[Step]:
+        """Returns the next steps of a replica once it has taken them, or those it has when the time is up."""
+        since = time.time()
+        self.run_until(lambda: len(self.logs[index].steps(since)) >= count, STEPS_S)
+        return self.logs[index].steps(since)[:count]
+
     def run_until(self, done: Callable[[], bool], timeout_s: float) -> bool:
         deadline = time.time() + timeout_s
         while not done():
@@ -150,7 +155,6 @@ class Driver:
 class Skerry(Driver):
     name = "Skerry"
     coordinator = "syncer"
-    block_s = 4.0
     waits = False
 
     def __init__(self, folder: Path, python: str) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from faults.drivers import Driver
 from faults.replica import REPLICAS, job_config, replica_name
-from faults.steps import median_gap, speed, taken_back, times_without_step
+from faults.steps import median_gap, taken_back, times_without_step
 
 FAST, FAULTY = 0, 1
+PERIOD = job_config().sync.every
 AWAY_S = 3.0
 """How long a killed replica stays away."""
 LIMIT_S = 90.0
@@ -28,17 +29,16 @@ class Straggler:
     """Steps per second beside a replica like itself."""
 
 
-def straggler(driver: Driver, pairs: int, block_s: float, how: str) -> Straggler:
-    """Blocks with and without a straggler in turns, in one run: A B, B A, A B, ..., so that drift cancels out."""
-    period = job_config().sync.every
+def straggler(driver: Driver, pairs: int, how: str) -> Straggler:
+    """Blocks with and without a straggler in turns, in one run: A B, B A, A B, ..., so that drift cancels out. The first period
+    of a block does not count; then whole periods do, so that it does not matter where an exchange falls."""
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for pair in range(pairs):
         for slow in (False, True) if pair % 2 == 0 else (True, False):
             driver.slow(FAULTY, how if slow else None)
-            driver.run_for(block_s * 0.25)
-            began = time.time()
-            driver.run_for(block_s * 0.75)
-            speeds[slow].append(speed(driver.logs[FAST].steps(began), period, time.time() - began))
+            driver.run_steps(FAST, PERIOD)
+            steps = driver.run_steps(FAST, 2 * PERIOD + 1)
+            speeds[slow].append((len(steps) - 1) / (steps[-1].at - steps[0].at) if len(steps) > 1 else 0.0)
     driver.slow(FAULTY, None)
     ratios = [slowed / even for slowed, even in zip(speeds[True], speeds[False], strict=True)]
     return Straggler(statistics.median(ratios), min(ratios), max(ratios), statistics.median(speeds[False]))
@@ -106,22 +106,22 @@ def _outage_once(driver: Driver, away_s: float, after_s: float) -> Outage:
 @dataclass(frozen=True)
 class Poison:
     finite: float
-    """Share of the other replica's losses that are finite, from a while after the NaN."""
+    """Share of the other replica's losses that are finite, in the third period after the NaN."""
     faulty_finite: float
     """The same of the replica that had it."""
     accused: str
     exits: str
 
 
-def poison(driver: Driver, watch_s: float) -> Poison:
+def poison(driver: Driver) -> Poison:
     exits_before = len(driver.exits)
     driver.poison(FAULTY)
-    since = time.time()
-    driver.run_for(watch_s)
+    driver.run_until(lambda: bool(driver.logs[FAULTY].events("nan")), LIMIT_S)
+    driver.run_steps(FAST, 3 * PERIOD)
     shares = []
     for index in range(REPLICAS):
-        losses = [step.loss for step in driver.logs[index].steps(since + watch_s / 2)]
-        shares.append(sum(map(math.isfinite, losses)) / len(losses) if losses else 0.0)
+        losses = [step.loss for step in driver.logs[index].steps()[-PERIOD:]]
+        shares.append(sum(map(math.isfinite, losses)) / len(losses))
     return Poison(shares[FAST], shares[FAULTY], driver.accused(), ", ".join(driver.exits[exits_before:]))
 
 
@@ -140,10 +140,10 @@ class Kill:
     """Who else ended."""
 
 
-def kill(driver: Driver, before_s: float) -> Kill:
+def kill(driver: Driver) -> Kill:
     exits_before = len(driver.exits)
     began = time.time()
-    driver.run_for(before_s)
+    driver.run_steps(FAST, 3 * PERIOD)
     killed = time.time()
     driver.kill_replica(FAULTY)
     driver.run_for(AWAY_S)

@@ -77,12 +77,3 @@ def times_without_step(steps: Sequence[Step], since: float, until: float) -> lis
 def taken_back(steps: Sequence[Step]) -> int:
     """Steps whose work was thrown away: each was logged, and later the replica was at or before its place again."""
     return sum(max(0, before.step + 1 - after.step) for before, after in itertools.pairwise(steps))
-
-
-def speed(steps: Sequence[Step], period: int, seconds: float) -> float:
-    """Steps per second over whole periods between two exchanges, so that it does not matter where in one a stretch begins.
-    If the stretch has no whole period, all its steps over its seconds."""
-    marks = [step for step in steps if step.step % period == 0]
-    if len(marks) < 2:
-        return len(steps) / seconds
-    return (marks[-1].step - marks[0].step) / (marks[-1].at - marks[0].at)
