@@ -28,10 +28,12 @@ NO_PROXY = "this run has no proxy in its links, so {what} cannot be done; start 
 
 
 class Parts(Protocol):
-    """What the driver needs of whoever started the parts. Both say whether there was a process to do it to."""
+    """What the driver needs of whoever started the parts. Nothing is done to a part that does not run, but a part that is
+    down stays so for as long as it is killed for."""
 
-    def kill(self, part: str, down_s: float) -> bool: ...
-    def signal(self, part: str, number: int) -> bool: ...
+    def runs(self, part: str) -> bool: ...
+    def kill(self, part: str, down_s: float) -> None: ...
+    def signal(self, part: str, number: int) -> None: ...
 
 
 @dataclass
@@ -142,19 +144,19 @@ class Driver:
 
     def _do(self, fault: Fault, now: float) -> None:
         kind = KINDS[fault.kind]
-        there = True
-        if fault.kind in ("kill", "kill_syncer"):
-            there = self._parts.kill(fault.part, fault.for_s)
-        else:
-            self._active.append(Active(fault, now + fault.for_s if fault.for_s else None))
-            if kind.link:
-                self._set_link(fault.part)
-            elif kind.inside:
-                self._set_inside(fault.part)
-            else:
-                there = self._parts.signal(fault.part, signal.SIGSTOP)
         lasts = f" for {fault.for_s:g} s" if fault.for_s else ""
-        self._note("fault", fault, fault.what + lasts + ("" if there else ", but it was not running"))
+        # First, so that it comes before its effects in every record.
+        self._note("fault", fault, fault.what + lasts + ("" if self._parts.runs(fault.part) else ", but it was not running"))
+        if fault.kind in ("kill", "kill_syncer"):
+            self._parts.kill(fault.part, fault.for_s)
+            return
+        self._active.append(Active(fault, now + fault.for_s if fault.for_s else None))
+        if kind.link:
+            self._set_link(fault.part)
+        elif kind.inside:
+            self._set_inside(fault.part)
+        else:
+            self._parts.signal(fault.part, signal.SIGSTOP)
 
     def _heal(self, active: Active) -> None:
         fault, kind = active.fault, KINDS[active.fault.kind]

@@ -117,19 +117,21 @@ def attach_to_syncer(inflicted: Inflicted) -> None:
     """Let the syncer's clock be wrong and its disk be full. Metrics are still written, so that one can see what happens."""
     from skerry.syncer import server, store
 
-    write_durably, append = store._write_durably, store._append
+    fsync, append = os.fsync, store._append
 
-    def write_or_fail(path: Path, data: bytes) -> None:
+    def fsync_or_fail(descriptor: Any) -> None:
+        # Whatever must be durable ends here, and a full disk may well be noticed no sooner.
         if inflicted.amount("fill_disk"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write_durably(path, data)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
 
     def append_or_fail(database: sqlite3.Connection, entries: Any) -> None:
         if inflicted.amount("fill_disk"):
             raise sqlite3.OperationalError("database or disk is full")
         append(database, entries)
 
-    vars(store).update(_write_durably=write_or_fail, _append=append_or_fail)
+    vars(os).update(fsync=fsync_or_fail)
+    vars(store).update(_append=append_or_fail)
     vars(server).update(SystemClock=lambda: _WatchfulClock(inflicted))
 
 

@@ -109,24 +109,23 @@ class Supervisor:
 
     # ------------------------------------------------------------ what chaos does to the parts
 
-    def kill(self, part: str, down_s: float) -> bool:
+    def runs(self, part: str) -> bool:
+        worker = self._worker(part)
+        return worker is not None and worker.start_again_at is None
+
+    def kill(self, part: str, down_s: float) -> None:
         """Kill a part, and start it again no sooner than after `down_s`."""
         worker = self._worker(part)
-        if worker is None:
-            return False
-        if worker.start_again_at is not None:
+        if worker is not None and worker.start_again_at is not None:
             worker.start_again_at = max(worker.start_again_at, time.monotonic() + down_s)
-            return False
-        worker.down_s = down_s
-        worker.child.signal(signal.SIGKILL)
-        return True
+        elif worker is not None:
+            worker.down_s = down_s
+            worker.child.signal(signal.SIGKILL)
 
-    def signal(self, part: str, number: int) -> bool:
+    def signal(self, part: str, number: int) -> None:
         worker = self._worker(part)
-        if worker is None or worker.start_again_at is not None:
-            return False
-        worker.child.signal(number)
-        return True
+        if worker is not None:
+            worker.child.signal(number)
 
     def _worker(self, part: str) -> Worker | None:
         return next((worker for worker in self.workers if worker.child.name == part and not worker.done), None)
