@@ -156,7 +156,7 @@ def test_a_syncer_killed_a_dozen_times_under_load_loses_nothing_it_announced(mem
         islands = [RawLearner(f"127.0.0.1:{port}", small_model(), SYNC.fragments, name, f"{name}-{life}") for name in "ab"]
         await asyncio.wait_for(asyncio.gather(*(island(raw, saw, happened) for raw in islands)), DEADLINE_S)
 
-    lives = listened = 0
+    lives = listened = alive = 0
     try:
         while listened < 12:
             lives += 1
@@ -166,13 +166,17 @@ def test_a_syncer_killed_a_dozen_times_under_load_loses_nothing_it_announced(mem
             first = json.loads(nursery.stdout.readline())
             if isinstance(first, list):
                 listened += 1
+                alive = first[0]
                 asyncio.run(live(lives, first[0], first[1], kill_after))
                 first = json.loads(nursery.stdout.readline())
+                alive = 0
             assert first == -signal.SIGKILL, f"seed {seed}, life {lives}: the syncer ended by itself"
             stored = versions(folder)
             assert all(now >= seen for now, seen in zip(stored, saw.newest, strict=True)), f"seed {seed}, life {lives}"
     finally:
         nursery.stdin.close()
+        if alive:
+            os.kill(alive, signal.SIGKILL)
         nursery.wait(60)
         nursery.stdout.close()
 
