@@ -341,7 +341,6 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
     plan = tmp_path / "plan.toml"
     plan.write_text(
         '[[fault]]\nkind = "kill"\nisland = 1\nat_step = 100\n'
-        '[[fault]]\nkind = "kill_syncer"\nat_step = 400\nfor_s = 0.5\n'
         '[[fault]]\nkind = "freeze"\nisland = 0\nat_s = 1\nfor_s = 0.5\n'
         '[[fault]]\nkind = "kill"\nisland = 0\nat_s = 3600\n'
         '[random]\nmtbf_s = 5\nkinds = ["slow"]\nreturn_s = 1\nuntil_step = 300\n'
@@ -358,7 +357,7 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
         stop(run)
     run.until(lambda: True, "the last records")
     faults = [run.records[n] for n in run.find(0, "event", what="fault") if run.records[n].get("words")]
-    for words in ("kill island-1 @ step 100", "kill_syncer syncer @ step 400 for 0.5s", "freeze island-0 @ 1s for 0.5s"):
+    for words in ("kill island-1 @ step 100", "freeze island-0 @ 1s for 0.5s"):
         assert [fault["words"] for fault in faults].count(words) == 1
     [left] = run.find(0, "event", what="never came")
     assert "kill island-0 @ 3600s" in run.records[left]["detail"] and "1 planned" in run.records[left]["detail"]
