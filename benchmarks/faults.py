@@ -200,9 +200,7 @@ def main() -> None:
                 continue
             kind = SYSTEMS[system]
             if (share := busy()) > 0.1:
-                print(
-                    f"others use {share:.0%} of this machine as {kind.name} begins: the numbers are not worth much", flush=True
-                )
+                print(f"others use {share:.0%} of this machine as {kind.name} begins: do not trust the numbers", flush=True)
             if options.quick:
                 results[kind.name] = measure_quick(kind(root / system, python), options)
             else:

@@ -58,7 +58,8 @@ class Outage:
     back_s: float
     """From the start of the new coordinator until every replica has taken part in an exchange."""
     kept: float
-    """Share of the inner steps from the moment it was gone until then that count in the end; the replica with the least."""
+    """Share of the inner steps from the moment it was gone until two periods after that, which count in the end; the replica
+    with the least."""
     exits: str
 
 
@@ -99,7 +100,8 @@ def _outage_once(driver: Driver, away_s: float, after_s: float) -> Outage:
         if worst_s / step_s > gap:
             gap, gap_s = worst_s / step_s, worst_s
     back_s = max(driver.took_part(index, started) for index in survivors) - started
-    kept = min(driver.kept(index, since, until) for index in survivors)
+    driver.run_steps(survivors[-1], 2 * PERIOD)  # until every fragment had its turn
+    kept = min(driver.kept(index, since, time.time()) for index in survivors)
     return Outage(gap - quiet, gap, quiet, gap_s, back_s, kept, ", ".join(driver.exits[exits_before:]))
 
 
