@@ -28,6 +28,8 @@ MAX_PROGRESS = 1e12
 """No element of a sane contribution is larger; sums and outer steps of such values stay finite in fp32."""
 MAX_NAME = 200
 MAX_REMEMBERED = 100_000
+REPEAT_NUMEL = 100
+"""Progress of fewer numbers than this may well be the same twice."""
 HELLO_S = 30.0
 LANE_QUEUE = 64
 """Answers that wait to be sent on one lane. While there are as many, nothing more is read from it."""
@@ -195,7 +197,7 @@ class Bulk:
         last = self._last_sent.get((name, header.fragment))
         self._last_sent[name, header.fragment] = (header.checksum, header.upto)
         # The same answer sent again because the first did not get through covers the same steps.
-        repeated = last is not None and last[0] == header.checksum and last[1] != header.upto
+        repeated = numel >= REPEAT_NUMEL and last is not None and last[0] == header.checksum and last[1] != header.upto
         offer = dataclasses.replace(self.check(name, session, header), norm=norm, repeated=repeated)
         why = self._host.core.why_unhealthy(offer)
         self._deltas[offer.fragment, offer.name] = delta
