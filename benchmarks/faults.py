@@ -8,7 +8,7 @@ Two replicas of one thread each train the default job on this machine, as proces
      time between two inner steps of a replica that was not killed, and who exits.
  (c) One replica's parameters become NaN once: are the other's losses finite afterwards, and who is named.
  (d) One replica is killed and starts again after 3 s: what the other loses, and how long until the killed one takes part.
-faults/scenarios.py defines every number. --quick does Skerry only, all in one run of less than a minute. torchft is a
+faults/scenarios.py defines every number. --quick does Skerry only, all in one run of about a minute. torchft is a
 benchmark's dependency (`pip install skerry[bench]`); it may live in another environment, which --torchft names.
 """
 
@@ -46,8 +46,8 @@ def measure_quick(driver: Driver, options: argparse.Namespace) -> Results:
     try:
         driver.start()
         return {
-            "straggler": scenarios.straggler(driver, 2, options.straggler),
-            "outage": scenarios.outage(driver, SHORT_S, after_s=2.5, rounds=1),
+            "straggler": scenarios.straggler(driver, 1, options.straggler),
+            "outage": scenarios.outage(driver, SHORT_S, after_s=2.0, rounds=1),
             "kill": scenarios.kill(driver),
             "poison": scenarios.poison(driver),
         }
