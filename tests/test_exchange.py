@@ -609,8 +609,14 @@ class Sea:
     # ---- the syncer
 
     def dispatch(self, event: m.Event) -> None:
-        for action in self.core.handle(event, self.clock.now()):
+        for action in self._handle(event):
             self._perform(action)
+
+    def _handle(self, event: m.Event) -> list[m.Action]:
+        actions = self.core.handle(event, self.clock.now())
+        if any(isinstance(action, m.StopTraining) for action in actions):
+            self._durable = self._what_is_durable()  # that the run closes is written down before anybody hears of it
+        return actions
 
     def _perform(self, action: m.Action) -> None:
         if isinstance(action, m.Goodbye):
@@ -692,7 +698,7 @@ class Sea:
         def accept() -> None:
             if island.stream != stream:
                 return
-            for action in self.core.handle(joined, self.clock.now()):
+            for action in self._handle(joined):
                 if isinstance(action, m.Welcome):
                     self.streams[island.name] = stream
                 self._perform(action)

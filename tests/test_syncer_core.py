@@ -47,7 +47,7 @@ from skerry.core.messages import (
     Welcome,
 )
 from skerry.core.standing import Counted, FragmentProgress, Standing
-from skerry.core.syncer import MAX_ROLLBACKS, RETRY_STORE_S, SyncerCore
+from skerry.core.syncer import MAX_ROLLBACKS, RETRY_STORE_S, RETURN_S, SyncerCore
 
 A = TypeVar("A")
 SILENCE_S = 10.0
@@ -497,6 +497,33 @@ def test_a_rollback_that_was_cut_short_by_the_syncers_end_goes_on() -> None:
     # A disk that fails for a moment only delays it.
     again.send(StoreFailed(0, "no space"))
     assert not of(Restore, again.wait(RETRY_STORE_S / 2)) and len(of(Restore, again.wait(RETRY_STORE_S))) == 1
+
+
+# ---------------------------------------------------------------- coming back to a syncer that was restarted
+
+
+def back(run: Run, name: str, step: int) -> list[Action]:
+    held = tuple(fragment.version for fragment in run.core.fragments)
+    return run.send(Joined(name, run.core.learners[name].session, step=step, tokens=10 * step, held=held))
+
+
+def test_the_first_one_back_is_not_merged_alone_while_the_others_look_for_the_way() -> None:
+    run = running("a", "b", quorum=1, grace=0.5)
+    run.report("a", 3), run.report("b", 3)
+    again = run.restored()
+    assert not of(Ask, back(again, "a", 50))
+    assert not of(Ask, again.wait(RETURN_S / 2))
+    asked = {ask.name for ask in of(Ask, back(again, "b", 48))}
+    assert asked == {"a", "b"}
+
+
+def test_one_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
+    run = running("a", "b", quorum=1, grace=0.5)
+    run.report("a", 3), run.report("b", 3)
+    again = run.restored()
+    [wake] = of(WakeAt, back(again, "a", 50))
+    assert wake.at <= again.now + RETURN_S
+    assert {ask.name for ask in of(Ask, again.wait(RETURN_S))} == {"a"}
 
 
 # ---------------------------------------------------------------- quorum and grace

@@ -9,6 +9,7 @@ Rules:
  4. A contribution counts once: a learner that gave is next asked for progress from the version that contains it, or later.
  5. A version is announced only after it is stored. If storing fails, nothing has changed and the merge is tried again.
  6. A learner whose stream broke is "away" for `silence_s`; in lock-step others wait that long for it, otherwise nobody does.
+    A syncer that was restarted opens no round before those it knows are back, or have had the time to come back.
  7. A new process of the same name starts from the current versions and the run's step; what the old one was asked for is
     void, and the old one is turned away if it comes back.
  8. A learner that leaves gets one chance to give every fragment, and is waited for as long as silence is tolerated.
@@ -66,6 +67,8 @@ from skerry.core.schedule import Schedule
 from skerry.core.standing import Counted, FragmentProgress, LearnerState, Round, RunPhase, Standing
 
 RETRY_STORE_S = 1.0
+RETURN_S = 7.0
+"""A learner that lost the syncer tries again after 6.5 seconds at the latest."""
 KEEP_GOOD_ROUNDS = 8
 """A good copy is kept once in this many times H steps."""
 RESTORE_TRIES = 10
@@ -118,6 +121,9 @@ class SyncerCore:
         self._checked_at_step = self.step
         self._keeping = False
         self._last_rounds_due = set(range(fragments))
+        # In lock-step they are waited for anyway.
+        self._returning = set() if sync.wait else {name for name, known in self.learners.items() if known.phase == "away"}
+        self._expected_until = now + RETURN_S
 
     # ------------------------------------------------------------ what others may ask
 
@@ -235,6 +241,7 @@ class SyncerCore:
         return actions
 
     def _joined(self, event: Joined, now: float, actions: list[Action]) -> None:
+        self._returning.discard(event.name)
         known = self.learners.get(event.name)
         if known is not None and event.session in known.retired:
             # Without a welcome the caller turns it away.
@@ -510,7 +517,13 @@ class SyncerCore:
             needed = min(self.sync.quorum or len(steps), len(steps))
             self.step = max(self.step, steps[needed - 1])
 
+    def _waits_for_returns(self, now: float) -> bool:
+        """After a restart: whoever is back first must not be merged alone while the others are looking for the way."""
+        return bool(self._returning) and now < self._expected_until
+
     def _open_rounds(self, now: float, actions: list[Action]) -> None:
+        if self.phase == "running" and self._waits_for_returns(now):
+            return
         for index, fragment in enumerate(self.fragments):
             if fragment.restoring:
                 continue
@@ -715,6 +728,7 @@ class SyncerCore:
         open_rounds = [f.round for f in self.fragments if f.round and f.round.merging_since is None]
         open_rounds = [r for r in open_rounds if r.arrived or r.needed]
         times = [max(self._deadline(r) if r.missing else now, r.not_before) for r in open_rounds]
+        times += [self._expected_until] if self._waits_for_returns(now) else []
         times += [f.round.not_before for f in self.fragments if f.restoring and f.round and f.round.merging_since is None]
         times += [learner.heard_at + self.sync.silence_s for learner in self._live()]
         times = [time for time in times if time < math.inf]

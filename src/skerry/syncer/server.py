@@ -37,6 +37,7 @@ from skerry.wire.service import add_to_server
 CONTROL_QUEUE = 4096
 PROGRESS_EVERY_S = 0.25
 METRICS_EVERY_S = 1.0
+RETRY_FLUSH_S = 0.5
 LINGER_S = (0.5, 10.0)
 """How long an ended run is still served: if everyone has heard of the end, and if somebody may come back."""
 MERGERS = 4
@@ -107,13 +108,29 @@ class SyncerServer:
 
     def dispatch(self, event: m.Event) -> None:
         try:
-            for action in self.core.handle(event, self.clock.now()):
-                self._perform(action)
+            self._perform_all(self.core.handle(event, self.clock.now()))
         except Exception as error:
             # Whoever called may not notice, but a state half changed must not go on.
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise
+
+    def _perform_all(self, actions: list[m.Action]) -> None:
+        ending = any(isinstance(action, m.StopTraining) for action in actions)
+        for action in actions:
+            if not (ending and isinstance(action, (m.StopTraining, m.Goodbye, m.Ask))):
+                self._perform(action)
+        if ending:
+            self._begin(self._stop_learners(actions))
+
+    async def _stop_learners(self, actions: list[m.Action]) -> None:
+        """That the run closes is told to learners once it is written down: they stop for good, and a syncer that is started
+        again must know why."""
+        while not await self._tape.flush():
+            await asyncio.sleep(RETRY_FLUSH_S)
+        for action in actions:
+            if isinstance(action, (m.StopTraining, m.Goodbye, m.Ask)):
+                self._perform(action)
 
     def _perform(self, action: m.Action) -> None:
         if isinstance(action, m.Record):
@@ -351,12 +368,14 @@ class SyncerServer:
             old.end()
         joined = m.Joined(hello.name, hello.session, hello.step, hello.tokens, tuple(hello.held))
         actions = self.core.handle(joined, self.clock.now())
-        for action in actions:
-            if isinstance(action, m.Welcome):
-                self._connections[hello.name] = connection
-            self._perform(action)
         if not any(isinstance(action, m.Welcome) for action in actions):
+            self._perform_all(actions)
             raise JoinRefused(f"another process has taken the place of {hello.name}")
+        # What comes before the welcome is for the process whose place it takes.
+        place = next(n for n, action in enumerate(actions) if isinstance(action, m.Welcome))
+        self._perform_all(actions[:place])
+        self._connections[hello.name] = connection
+        self._perform_all(actions[place:])
         return connection
 
     async def _read(self, name: str, connection: Connection, messages: AsyncIterator[pb.ToSyncer]) -> None:

@@ -101,19 +101,21 @@ class Tape:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._store.commit, merges, self._standing(), entries)
 
-    async def flush(self) -> None:
+    async def flush(self) -> bool:
+        """Whether everything recorded before is written now."""
         # Who waits for it may be cancelled, but what was taken to be written must be written or put back.
-        await asyncio.shield(asyncio.get_running_loop().create_task(self._flush()))
+        return await asyncio.shield(asyncio.get_running_loop().create_task(self._flush()))
 
-    async def _flush(self) -> None:
+    async def _flush(self) -> bool:
         async with self._writing:
             entries = self._take()
-            if not entries:
-                return
             try:
-                await self._write([], entries)
+                if entries:
+                    await self._write([], entries)
             except SkerryError:
                 self._put_back(entries)
+                return False
+            return True
 
     async def close(self) -> None:
         if self._committing is not None:
