@@ -8,12 +8,26 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skerry.syncer.server import run_syncer
 from skerry.syncer.store import RunStore
 from skerry.wire.connection import TLS
+
+_call_soon_threadsafe = asyncio.BaseEventLoop.call_soon_threadsafe
+
+
+def _call_soon_unless_closed(loop: asyncio.BaseEventLoop, *arguments: Any, **context: Any) -> Any:
+    """gRPC's asyncio side serves all loops of a process and keeps calling those it has seen. Here syncers and learners of many
+    tests share one process; an error about a loop that was closed would leave the events of others unhandled for seconds."""
+    if loop.is_closed():
+        return None
+    return _call_soon_threadsafe(loop, *arguments, **context)
+
+
+asyncio.BaseEventLoop.call_soon_threadsafe = _call_soon_unless_closed  # type: ignore[method-assign]
 
 
 class SyncerThread:

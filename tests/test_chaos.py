@@ -241,15 +241,19 @@ def test_unhealthy_contributions_are_left_out_and_named(run: Run, what: str) -> 
     kind, *amount = what.split()
     words = " ".join([kind, "island-1", *amount, "for 2s"])
     before = len(run.tape("unhealthy", "refused"))
-    fault = run.suffer(words)
-    healed = run.event(fault, "healed", "island-1", words)
 
     def named() -> bool:
         found = run.tape("unhealthy", "refused")[before:]
         assert all(data.get("learner") == "island-1" for entry, data in found if entry == "unhealthy")
         return any("outlier" in data["reason"] or "not finite" in data["reason"] for _, data in found)
 
-    run.until(named, "the contributions to be named on the tape")
+    while True:
+        # On a busy machine the island may not be asked for anything in so short a time.
+        fault = run.suffer(words)
+        healed = run.event(fault, "healed", "island-1", words)
+        run.until(lambda since=healed: named() or len(run.find(since, "run")) > 2, "the tape to be written")
+        if named():
+            break
     run.merged_again("island-1", healed)
 
 
@@ -345,7 +349,7 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
         '[[fault]]\nkind = "kill"\nisland = 0\nat_s = 3600\n'
         '[random]\nmtbf_s = 5\nkinds = ["slow"]\nreturn_s = 1\nuntil_step = 100\n'
     )
-    run = Run(tmp_path, 100_000, "--chaos", str(plan))
+    run = Run(tmp_path, 60_000, "--chaos", str(plan))
     try:
         run.until(lambda: run.find(0, "event", what="fault"), "the first fault")
         with pytest.raises(
@@ -361,6 +365,6 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
         assert [fault["words"] for fault in faults].count(words) == 1
     [left] = run.find(0, "event", what="never came")
     assert "kill island-0 @ 3600s" in run.records[left]["detail"] and "1 planned" in run.records[left]["detail"]
-    assert json.loads((run.folder / "result.json").read_text())["tokens"] >= 100_000
+    assert json.loads((run.folder / "result.json").read_text())["tokens"] >= 60_000
     assert [data.get("words") for _, data in run.tape("fault")].count("kill island-1 @ step 40") == 1
     assert [path.name for path in (run.folder / "chaos" / "requests").iterdir()] == []

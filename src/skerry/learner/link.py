@@ -26,7 +26,6 @@ from skerry.core.exchange import Exchange, Give, GiveNothing, Question, Version
 from skerry.core.fragment import split
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
-from skerry.learner.loop import shared_loop
 from skerry.learner.optimizer_state import CannotKeep, OptimizerState
 from skerry.learner.replica import Arrival, Prepared, Replica
 from skerry.learner.workers import DaemonWorkers
@@ -34,6 +33,7 @@ from skerry.wire import skerry_pb2 as pb
 from skerry.wire import transfer
 from skerry.wire.chunks import state_limit_bytes
 from skerry.wire.connection import PROTOCOL, TLS, check_reachable, open_channel
+from skerry.wire.loop import shared_loop
 from skerry.wire.service import SyncerStub
 
 log = logging.getLogger("skerry.learner")

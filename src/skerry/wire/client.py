@@ -12,6 +12,7 @@ from skerry.errors import JoinRefused, WireError
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire import transfer
 from skerry.wire.connection import PROTOCOL, TLS, open_channel
+from skerry.wire.loop import run_here
 from skerry.wire.service import SyncerStub
 
 
@@ -29,7 +30,7 @@ def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunD
                         raise WireError(f"no syncer answered at {address} within {timeout_s:.0f} s: {error}") from None
             await asyncio.sleep(0.3)
 
-    return asyncio.run(ask())
+    return run_here(ask())
 
 
 def close_run(address: str, tls: TLS | None, timeout_s: float = 10.0) -> None:
@@ -41,7 +42,7 @@ def close_run(address: str, tls: TLS | None, timeout_s: float = 10.0) -> None:
             with transfer.wire_errors():
                 await SyncerStub(channel).close_run(pb.CloseRequest(run_id=run_id), timeout=timeout_s)
 
-    asyncio.run(ask())
+    run_here(ask())
 
 
 def tell(address: str, tls: TLS | None, kind: str, data: dict[str, Any], timeout_s: float = 10.0) -> None:
@@ -54,7 +55,7 @@ def tell(address: str, tls: TLS | None, kind: str, data: dict[str, Any], timeout
                 request = pb.TellRequest(run_id=run_id, kind=kind, data_json=json.dumps(data))
                 await SyncerStub(channel).tell(request, timeout=timeout_s)
 
-    asyncio.run(ask())
+    run_here(ask())
 
 
 def describe_job(address: str, tls: TLS | None, timeout_s: float = 120.0) -> Config:

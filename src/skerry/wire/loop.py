@@ -1,7 +1,7 @@
-"""One event loop for all links of a process, in a thread that goes on to the end.
+"""One event loop for all that a process has to say to syncers, in a thread that goes on to the end.
 
 gRPC's asyncio side is one per process and keeps calling into loops it has seen: a loop that is closed while the process lives
-on makes it print tracebacks.
+on makes it print tracebacks and leave events of other loops unhandled for a while.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _lock = threading.Lock()
 _loop: tuple[int, asyncio.AbstractEventLoop] | None = None
@@ -27,3 +31,8 @@ def shared_loop() -> asyncio.AbstractEventLoop:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
+
+
+def run_here(work: Coroutine[Any, Any, T]) -> T:
+    """From a thread without an event loop: do this on the shared one and wait for it."""
+    return asyncio.run_coroutine_threadsafe(work, shared_loop()).result()
