@@ -13,7 +13,7 @@ import torch
 from skerry.config import Config, ModelConfig, load
 from skerry.launch.local import create_job
 from skerry.models.gpt import build_gpt
-from skerry.syncer.store import read_model
+from skerry.syncer.run_folder import read_model
 from skerry.train.validate import save_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -38,7 +38,8 @@ import skerry
 from skerry.config import SyncConfig
 from skerry.core.tensors import model_tensors
 from skerry.errors import JoinRefused, WireError
-from skerry.syncer.store import RunStore, read_identity, read_model, read_standing
+from skerry.syncer.run_folder import read_identity, read_model, read_standing
+from skerry.syncer.store import RunStore
 from skerry.wire.client import close_run
 
 # One island, merged at every turn with an outer step that takes its weights over: the run must equal plain training.

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from islands import assert_same, small_model, tape, tensors_of, versions
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import skerry
@@ -22,8 +23,10 @@ from skerry.core.messages import Merge, Share
 from skerry.core.standing import Standing
 from skerry.core.tensors import model_tensors
 from skerry.errors import StoreError
+from skerry.syncer import run_folder
 from skerry.syncer import store as stores
-from skerry.syncer.store import RunStore, TapeEntry, create_run, read_identity, read_model, read_standing
+from skerry.syncer.run_folder import read_identity, read_model, read_standing
+from skerry.syncer.store import RunStore, TapeEntry, create_run
 
 SYNC = SyncConfig(fragments=3, every=3)
 
@@ -93,8 +96,8 @@ def test_a_creation_that_was_cut_short_is_no_run_and_can_be_repeated(tmp_path: P
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    real = stores._write_durably
-    monkeypatch.setattr(stores, "_write_durably", lambda path, data: full() if path.name == "run.json" else real(path, data))
+    real = stores.write_durably
+    monkeypatch.setattr(stores, "write_durably", lambda path, data: full() if path.name == "run.json" else real(path, data))
     with pytest.raises(StoreError, match="cannot create a run in .*: .*No space left on device"):
         skerry.create(tmp_path / "run", small_model(seed=8), SYNC)
     with pytest.raises(StoreError, match="holds no run"):
@@ -225,7 +228,7 @@ def test_leftovers_of_a_crash_are_removed_and_the_newest_committed_version_is_us
     store = RunStore(folder)
     committed = commit(store, 1)
     # Written, synced and renamed, but its row never came.
-    stores._write_version(folder, "0000-00000002.safetensors", FragmentState(committed.values + 100, committed.momentum))
+    run_folder.write_version(folder, "0000-00000002.safetensors", FragmentState(committed.values + 100, committed.momentum))
     (folder / "fragments" / ".0001-00000001.safetensors.partial").write_bytes(b"half")
     store.close()
 
@@ -261,7 +264,7 @@ def test_a_damaged_newest_file_is_named(folder: Path, damage: str) -> None:
     elif damage == "missing":
         path.unlink()
     else:
-        stores._write_version(folder, path.name, FragmentState(state.values[:-1].clone(), state.momentum[:-1].clone()))
+        run_folder.write_version(folder, path.name, FragmentState(state.values[:-1].clone(), state.momentum[:-1].clone()))
     store = RunStore(folder)
     with pytest.raises(StoreError, match=str(path)):
         store.load()
@@ -356,9 +359,7 @@ def test_the_file_of_a_commit_that_failed_stays_as_it_is_until_another_has_succe
     assert len(set(paths)) == 3 and all(path.exists() for path in paths)
     again = store.write(order(1), results[1])
     assert again == tried[1], "the same result needs no other file"
-    assert [torch.equal(stores.load_file(path)["values"], r.values) for path, r in zip(paths, results, strict=True)] == [
-        True
-    ] * 3
+    assert [torch.equal(load_file(path)["values"], r.values) for path, r in zip(paths, results, strict=True)] == [True] * 3
     store.commit([again], Standing(), [])
     assert [path.exists() for path in paths] == [False, True, False]
     assert torch.equal(store.load()[0][0].values, results[1].values)
@@ -418,6 +419,7 @@ import torch
 from skerry.core.merge import FragmentState
 from skerry.core.messages import Merge, Share
 from skerry.core.standing import Standing
+from skerry.syncer import run_folder
 from skerry.syncer import store as stores
 
 folder, when = Path(sys.argv[1]), sys.argv[2]

@@ -26,8 +26,9 @@ from skerry.config import SyncConfig
 from skerry.core import codec as codecs
 from skerry.errors import ConfigError, JoinRefused, WireError
 from skerry.syncer.bulk import LANE_QUEUE
+from skerry.syncer.run_folder import read_identity, read_model
 from skerry.syncer.server import SyncerServer, run_syncer
-from skerry.syncer.store import RunStore, read_identity, read_model
+from skerry.syncer.store import RunStore
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, Assembly, cut
 from skerry.wire.client import describe, describe_job

@@ -259,7 +259,7 @@ def _close(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from skerry.syncer.store import read_model
+    from skerry.syncer.run_folder import read_model
     from skerry.train.validate import save_model
 
     save_model(options.file, read_model(options.run))

@@ -6,11 +6,8 @@ by parameter while training goes on, so two parameters may be a step apart; mome
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.optim import Optimizer
 
+from skerry.durable import write_durably
 from skerry.errors import WireError
 from skerry.learner.replica import Replica
 from skerry.wire.chunks import STATE_PART_BYTES
@@ -59,15 +57,18 @@ class OptimizerState:
 
     def pack(self, part: int) -> bytes:
         """One part, as safetensors. Called from another thread than the one that trains."""
+        return self._packed(self._parts[part], {})
+
+    def _packed(self, places: Sequence[_Place], metadata: dict[str, str]) -> bytes:
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Any] = {}
-        for place in self._parts[part]:
+        for place in places:
             found, plain = self._copy(place)
             tensors.update(found)
             numbers.update(plain)
         if not tensors and not numbers:
             raise CannotKeep("the optimizer has no state yet")
-        return save(tensors, {"numbers": json.dumps(numbers)})
+        return save(tensors, {**metadata, "numbers": json.dumps(numbers)})
 
     def _copy(self, place: _Place) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with self._replica.gate:
@@ -91,7 +92,7 @@ class OptimizerState:
             except (SafetensorError, ValueError) as error:
                 raise WireError(f"this is no optimizer state: {error}") from None
         states: list[tuple[_Place, dict[str, Any]]] = []
-        for place in (place for part in self._parts for place in part):
+        for place in self._places():
             prefix = f"{place.name}/"
             state = {key.removeprefix(prefix): found.pop(key) for key in list(found) if key.startswith(prefix)}
             for key, value in state.items():
@@ -108,26 +109,12 @@ class OptimizerState:
 
     def save_to(self, path: Path, run_id: str, step: int) -> None:
         """Every part into one file, which is there whole or as it was before."""
-        tensors: dict[str, Tensor] = {}
-        numbers: dict[str, Any] = {}
-        for part in range(self.parts):
-            for place in self._parts[part]:
-                found, plain = self._copy(place)
-                tensors.update(found)
-                numbers.update(plain)
-        data = save(tensors, {"numbers": json.dumps(numbers), "run_id": run_id, "step": str(step)})
+        data = self._packed(list(self._places()), {"run_id": run_id, "step": str(step)})
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_durably(path, data)
+
+    def _places(self) -> Iterator[_Place]:
+        return (place for part in self._parts for place in part)
 
     @staticmethod
     def read(path: Path, run_id: str) -> tuple[int, bytes] | None:

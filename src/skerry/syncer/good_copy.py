@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from skerry.durable import unlink, write_durably
 from skerry.errors import StoreError
 
 KEPT = 2
@@ -26,28 +26,16 @@ class GoodCopies:
 
     def keep(self, step: int, fragments: Sequence[Tensor]) -> None:
         """Whole or not at all; older ones go once this one is safe."""
-        path = self._path(step)
-        temporary = path.with_suffix(".new")
+        data = save({str(index): values for index, values in enumerate(fragments)})
         try:
             self._folder.mkdir(exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(save({str(index): values for index, values in enumerate(fragments)}))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            directory = os.open(self._folder, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            write_durably(self._path(step), data)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise StoreError(f"a good copy of the model cannot be kept in {self._folder}: {error.strerror}") from error
         copies = sorted(p for p in self._folder.iterdir() if re.fullmatch(r"step-\d{10}\.safetensors", p.name))
         for old in copies[:-KEPT]:
             with contextlib.suppress(OSError):
-                old.unlink()
+                unlink(old)
 
     def read(self, step: int, fragment: int) -> Tensor:
         try:

@@ -11,24 +11,21 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from torch import Tensor
 
 from skerry.clock import Clock, SystemClock
 from skerry.config import to_json
 from skerry.core import messages as m
 from skerry.core.fragment import TensorSpec, check_same_model
-from skerry.core.merge import FragmentState, merge
 from skerry.core.syncer import SyncerCore
-from skerry.errors import JoinRefused, SkerryError, StoreError, WireError
-from skerry.syncer.bulk import MAX_COUNT, MAX_NAME, Bulk, Published, first_message
+from skerry.errors import JoinRefused, WireError
+from skerry.syncer.bulk import MAX_COUNT, MAX_NAME, Bulk, first_message
 from skerry.syncer.diary import Diary, Vitals
-from skerry.syncer.good_copy import GoodCopies
-from skerry.syncer.store import RunStore, Written
+from skerry.syncer.merging import Merger
+from skerry.syncer.store import RunStore
 from skerry.syncer.tape import Tape
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind
@@ -40,8 +37,6 @@ METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
 LINGER_S = (0.5, 10.0)
 """How long an ended run is still served: if everyone has heard of the end, and if somebody may come back."""
-MERGERS = 4
-"""Merges computed and written at a time: writing waits for the disk more than it computes."""
 TOLD = ("fault", "healed", "restarted")
 """What may be put on the tape from outside."""
 MAX_TOLD = 4096
@@ -81,7 +76,7 @@ class SyncerServer:
         self.layout = store.identity.layout
         self.sync = store.identity.sync
         self.clock = clock or SystemClock()
-        self.states, progress, standing = store.load()
+        states, progress, standing = store.load()
         self.core = SyncerCore(
             self.sync, len(self.layout.fragments), now=self.clock.now(), progress=progress, standing=standing
         )
@@ -89,16 +84,15 @@ class SyncerServer:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A defect of ours: the process must not go on as if nothing had happened."""
         self._bulk = Bulk(self.layout, self.sync, store.fixed_bytes(), self)
-        for fragment, state in enumerate(self.states):
+        for fragment, state in enumerate(states):
             self._bulk.publish(fragment, self._bulk.encode(progress[fragment].version, state))
         self._tape = Tape(store, self.core.standing)
-        self._good = GoodCopies(store.folder)
+        self._merger = Merger(store, states, self._bulk, self._tape)
         self._diary = Diary(store.folder, self.clock)
         self._connections: dict[str, Connection] = {}
         self._dismissed: set[str] = set()
         self._handlers: set[asyncio.Future[None]] = set()
-        self._mergers = ThreadPoolExecutor(MERGERS, thread_name_prefix="skerry-merge")
-        self._merging: set[asyncio.Task[None]] = set()
+        self._working: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
         self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
         if self.core.phase == "ended":
@@ -224,72 +218,30 @@ class SyncerServer:
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._merging.add(task)
-        task.add_done_callback(self._merge_done)
+        self._working.add(task)
+        task.add_done_callback(self._work_done)
 
-    def _merge_done(self, task: asyncio.Task[None]) -> None:
-        self._merging.discard(task)
+    def _work_done(self, task: asyncio.Task[None]) -> None:
+        self._working.discard(task)
         if not task.cancelled() and task.exception() is not None and not self.failed.done():
             self.failed.set_exception(task.exception())  # type: ignore[arg-type]
 
     async def _merge(self, order: m.Merge) -> None:
-        names = [share.name for share in order.shares]
-        deltas = self._bulk.gathered(order.fragment, names)
         started = self.clock.now()
-        try:
-            loop = asyncio.get_running_loop()
-            state, published, written = await loop.run_in_executor(self._mergers, self._compute, order, deltas)
-            await self._tape.commit(written)
-        except SkerryError as error:
-            self.dispatch(m.StoreFailed(order.fragment, str(error)))
-            return
-        self.states[order.fragment] = state
-        self._bulk.publish(order.fragment, published)
-        self._bulk.merged(order.fragment, names)
-        self.dispatch(m.Stored(order.fragment, order.version))
-        self._diary.merged(order, self.clock.now() - started)
-
-    async def _keep_good(self, step: int) -> None:
-        values = [state.values for state in self.states]
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._mergers, self._good.keep, step, values)
-        except StoreError as error:
-            self.dispatch(m.GoodKept(step, str(error)))
-        else:
-            self.dispatch(m.GoodKept(step))
+        outcome = await self._merger.merge(order)
+        self.dispatch(outcome)
+        if isinstance(outcome, m.Stored):
+            self._diary.merged(order, self.clock.now() - started)
 
     async def _restore(self, order: m.Restore) -> None:
-        """A version made of the good copy, stored and announced as any other; its momentum starts anew."""
-        loop = asyncio.get_running_loop()
-        blank = m.Merge(order.fragment, order.version, order.step, (), 0.0, 0.0, 0.0)
-        try:
-            values = await loop.run_in_executor(self._mergers, self._good.read, order.good_step, order.fragment)
-            state = FragmentState.fresh(values)
-            written = await loop.run_in_executor(self._mergers, self.store.write, blank, state)
-            await self._tape.commit(written)
-        except SkerryError as error:
-            self.dispatch(m.StoreFailed(order.fragment, str(error)))
-            return
-        self.states[order.fragment] = state
-        self._bulk.publish(order.fragment, self._bulk.encode(order.version, state))
-        self._bulk.forget(order.fragment)
-        self.record("restored", {"fragment": order.fragment, "version": order.version, "good_step": order.good_step})
-        self.dispatch(m.Stored(order.fragment, order.version))
+        outcome = await self._merger.restore(order)
+        if isinstance(outcome, m.Stored):
+            told = {"fragment": order.fragment, "version": order.version, "good_step": order.good_step}
+            self.record("restored", told)
+        self.dispatch(outcome)
 
-    def _compute(self, order: m.Merge, deltas: list[Tensor]) -> tuple[FragmentState, Published, Written]:
-        """One merge, off the event loop. A fragment has one merge at a time, so its state stands still meanwhile."""
-        state = merge(
-            self.layout,
-            self.layout.fragments[order.fragment],
-            self.states[order.fragment],
-            deltas,
-            [share.weight for share in order.shares],
-            radial=self.sync.merge == "radial",
-            lr=order.outer_lr,
-            momentum=order.outer_momentum,
-            presence=order.presence,
-        )
-        return state, self._bulk.encode(order.version, state), self.store.write(order, state)
+    async def _keep_good(self, step: int) -> None:
+        self.dispatch(await self._merger.keep_good(step))
 
     # ------------------------------------------------------------ the service
 
@@ -460,11 +412,11 @@ class SyncerServer:
         """Let merges in flight finish, write the last of the tape, and let go of the run folder."""
         if self._wake is not None:
             self._wake.cancel()
-        while self._merging:
-            await asyncio.gather(*self._merging, return_exceptions=True)
+        while self._working:
+            await asyncio.gather(*self._working, return_exceptions=True)
         self._write_summary()
         self._bulk.relay.close()
-        self._mergers.shutdown()
+        self._merger.close()
         try:
             await self._tape.close()
         finally:

@@ -1,9 +1,4 @@
-"""The run folder: what the syncer must never lose.
-
-    run.json                 the run's identity, model and settings; written once, last of all when a run is created
-    fixed.safetensors        tensors nobody trains
-    fragments/FFFF-VVVVVVVV.safetensors   values and outer momentum of one version of one fragment
-    tape.sqlite              which versions count, the order of all decisions, where the run stands
+"""Writing the run folder (run_folder.py says what lies where): what the syncer must never lose.
 
 A version's file is written beside, synced and renamed before the row that makes it count is committed, so at any crash the
 newest row names a whole file. A commit that fails may all the same be found done after a crash, so its file is left as it is
@@ -26,19 +21,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
-from skerry.config import SyncConfig, from_json, to_json
-from skerry.core.codec import checksum, raw_bytes
+from skerry.config import SyncConfig, to_json
+from skerry.core.codec import checksum
 from skerry.core.fragment import Fragment, Layout, TensorSpec, split
 from skerry.core.merge import FragmentState
 from skerry.core.messages import Merge
 from skerry.core.standing import Counted, FragmentProgress, Standing
+from skerry.durable import sync_path, unlink, write_durably
 from skerry.errors import StoreError
+from skerry.syncer.run_folder import (
+    FORMAT,
+    RunIdentity,
+    connect,
+    file_name,
+    newest_row,
+    read_fixed,
+    read_identity,
+    read_version,
+    state_checksum,
+    write_version,
+)
 
-FORMAT = 1
 KEPT_VERSIONS = 2
 """Files of each fragment that stay: the newest, and the one before for readers that are in the middle of it."""
 
@@ -55,15 +61,6 @@ CREATE TABLE IF NOT EXISTS counted (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS standing (id INTEGER PRIMARY KEY CHECK (id = 1), data TEXT NOT NULL);
 """
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    run_id: str
-    fixed_checksum: int
-    layout: Layout
-    sync: SyncConfig
-    job_json: str
 
 
 @dataclass(frozen=True)
@@ -104,18 +101,18 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
     try:
         _make_folder(folder)
         for name in _TAPE_FILES:
-            _unlink(folder / name)
+            unlink(folder / name)
         fixed = {layout.tensors[p.tensor].name: named[layout.tensors[p.tensor].name] for p in layout.fixed.pieces}
         fixed_bytes = save({name: tensor.detach().cpu().contiguous() for name, tensor in fixed.items()})
-        _write_durably(folder / "fixed.safetensors", fixed_bytes)
-        database = _connect(folder, mode="rwc")
+        write_durably(folder / "fixed.safetensors", fixed_bytes)
+        database = connect(folder, mode="rwc")
         with contextlib.closing(database), database:
             database.executescript(_SCHEMA)
             for fragment in layout.fragments:
                 state = FragmentState.fresh(gather(layout, fragment, named))
-                file = _file_name(fragment.index, 0)
-                _write_version(folder, file, state)
-                row = (fragment.index, file, _state_checksum(state))
+                file = file_name(fragment.index, 0)
+                write_version(folder, file, state)
+                row = (fragment.index, file, state_checksum(state))
                 database.execute("INSERT INTO versions VALUES (?, 0, 0, ?, ?, '[]')", row)
             _append(database, [TapeEntry(time.time(), "created", {"fragments": len(layout.fragments)})])
         identity = {
@@ -126,25 +123,10 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
             "sync": json.loads(to_json(sync)),
             "job": json.loads(job_json) if job_json else None,
         }
-        _write_durably(folder / "run.json", json.dumps(identity, indent=1).encode())
+        write_durably(folder / "run.json", json.dumps(identity, indent=1).encode())
     except (OSError, sqlite3.Error) as error:
         raise StoreError(f"cannot create a run in {folder}: {error}") from error
     return read_identity(folder)
-
-
-def read_identity(folder: Path) -> RunIdentity:
-    try:
-        data = json.loads((folder / "run.json").read_text())
-        if data["format"] != FORMAT:
-            raise StoreError(f"{folder} has run format {data['format']}, this Skerry reads {FORMAT}")
-        specs = [TensorSpec(name, tuple(shape), dtype, rule) for name, shape, dtype, rule in data["tensors"]]
-        sync = from_json(SyncConfig, json.dumps(data["sync"]))
-        job = json.dumps(data["job"]) if data["job"] is not None else ""
-        return RunIdentity(data["run_id"], data["fixed_checksum"], split(specs, sync.fragments), sync, job)
-    except FileNotFoundError:
-        raise StoreError(f"{folder} holds no run (there is no run.json)") from None
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"{folder / 'run.json'} cannot be read: {error}") from None
 
 
 class RunStore:
@@ -163,7 +145,7 @@ class RunStore:
         try:
             self._remove_partial()  # first, because opening the tape may need the space
             _sync_tape(folder)
-            self._database = _connect(folder)
+            self._database = connect(folder)
             self._remove_leftovers()
         except BaseException as error:
             if hasattr(self, "_database"):
@@ -194,8 +176,8 @@ class RunStore:
         row = self._database.execute("SELECT data FROM standing").fetchone()
         standing = Standing.from_json(json.loads(row["data"])) if row else Standing()
         for fragment in self.identity.layout.fragments:
-            newest = _newest(self._database, fragment.index)
-            states.append(_read_version(self.folder, fragment, newest))
+            newest = newest_row(self._database, fragment.index)
+            states.append(read_version(self.folder, fragment, newest))
             found = FragmentProgress(version=newest["version"], merged_step=newest["step"])
             for row in self._database.execute("SELECT * FROM counted WHERE fragment = ?", (fragment.index,)):
                 session = standing.sessions.get(row["learner"])
@@ -205,20 +187,20 @@ class RunStore:
         return states, progress, standing
 
     def fixed_bytes(self) -> bytes:
-        return _read_fixed(self.folder, self.identity)
+        return read_fixed(self.folder, self.identity)
 
     def write(self, order: Merge, state: FragmentState) -> Written:
         """Put a merge's result on disk, where it does not count yet. May be called from several threads."""
-        crc = _state_checksum(state)
+        crc = state_checksum(state)
         attempt = 0
         with self._names:
-            while (file := _file_name(order.fragment, order.version, attempt)) in self._doubtful:
+            while (file := file_name(order.fragment, order.version, attempt)) in self._doubtful:
                 if self._doubtful[file] == crc:  # the same again, and a full disk has no room for a copy
                     del self._doubtful[file]
                     return Written(order, file, crc)
                 attempt += 1
         try:
-            _write_version(self.folder, file, state)
+            write_version(self.folder, file, state)
         except OSError as error:
             raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be written: {error}") from error
         return Written(order, file, crc)
@@ -242,7 +224,7 @@ class RunStore:
             # The log of this commit has taken the place of those that failed before it.
             for file in unwanted | self._doubtful.keys():
                 with contextlib.suppress(OSError):  # what stays behind is removed when the folder is opened next
-                    _unlink(self.folder / "fragments" / file)
+                    unlink(self.folder / "fragments" / file)
             self._doubtful.clear()
 
     def _insert(self, merge: Written) -> None:
@@ -272,181 +254,37 @@ class RunStore:
     def _remove_partial(self) -> None:
         for path in (self.folder / "fragments").glob(".*.partial"):
             with contextlib.suppress(OSError):
-                _unlink(path)
+                unlink(path)
 
     def _remove_leftovers(self) -> None:
         """Files of versions that never counted, or that should have been removed when the last process died."""
         wanted = set()
         for fragment in self.identity.layout.fragments:
-            _newest(self._database, fragment.index)  # raises before anything is removed if the tape does not know the run
+            newest_row(self._database, fragment.index)  # raises before anything is removed if the tape does not know the run
             query = "SELECT file FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
             wanted |= {row["file"] for row in self._database.execute(query, (fragment.index, KEPT_VERSIONS))}
         for path in (self.folder / "fragments").iterdir():
             if path.name not in wanted:
                 with contextlib.suppress(OSError):  # it takes space, but it is in nobody's way
-                    _unlink(path)
-
-
-def read_model(folder: Path) -> dict[str, Tensor]:
-    """The run's newest tensors by name, in their own types. Safe beside a running syncer; fragments may differ in age."""
-    identity = read_identity(folder)
-    layout = identity.layout
-    flat = {s.name: torch.empty(s.numel, dtype=torch.float32) for s in layout.tensors if s.rule != "fixed"}
-    with _reading(folder) as database:
-        for fragment in layout.fragments:
-            values = _read_newest(folder, database, fragment).values
-            for piece, part in zip(fragment.pieces, torch.split(values, [p.numel for p in fragment.pieces]), strict=True):
-                flat[layout.tensors[piece.tensor].name][piece.start : piece.stop] = part
-    fixed = load(_read_fixed(folder, identity))
-    tensors = {}
-    for spec in layout.tensors:
-        tensor = fixed[spec.name] if spec.rule == "fixed" and spec.numel else flat.get(spec.name, torch.empty(0))
-        tensors[spec.name] = tensor.reshape(spec.shape).to(getattr(torch, spec.dtype))
-    return tensors
-
-
-def read_standing(folder: Path) -> Standing:
-    with _reading(folder) as database:
-        row = database.execute("SELECT data FROM standing").fetchone()
-    return Standing.from_json(json.loads(row["data"])) if row else Standing()
-
-
-def read_span_s(folder: Path) -> float:
-    """Seconds from the start of training to the end of the run, by the tape."""
-    with _reading(folder) as database:
-        query = "SELECT max(CASE kind WHEN 'ended' THEN at END) - min(CASE kind WHEN 'began' THEN at END) AS span FROM tape"
-        span = database.execute(query).fetchone()["span"]
-    return float(span) if span is not None else 0.0
-
-
-def _read_newest(folder: Path, database: sqlite3.Connection, fragment: Fragment) -> FragmentState:
-    for _ in range(100):
-        newest = _newest(database, fragment.index)
-        with contextlib.suppress(FileNotFoundError):
-            # A running syncer may replace the file between our two looks; then there is a newer row.
-            return _read_version(folder, fragment, newest, missing_is_damage=False)
-    raise StoreError(f"fragment {fragment.index} changes faster than it can be read")
-
-
-def _newest(database: sqlite3.Connection, fragment: int) -> sqlite3.Row:
-    query = "SELECT version, step, file, checksum FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT 1"
-    row: sqlite3.Row | None = database.execute(query, (fragment,)).fetchone()
-    if row is None:
-        raise StoreError(f"the tape knows no version of fragment {fragment}; the run folder is incomplete")
-    return row
-
-
-def _read_fixed(folder: Path, identity: RunIdentity) -> bytes:
-    path = folder / "fixed.safetensors"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}") from None
-    if checksum(data) != identity.fixed_checksum:
-        raise StoreError(f"{path} is damaged: its content does not match the run's checksum")
-    return data
-
-
-def _file_name(fragment: int, version: int, attempt: int = 0) -> str:
-    return f"{fragment:04d}-{version:08d}{f'-{attempt}' if attempt else ''}.safetensors"
-
-
-def _state_checksum(state: FragmentState) -> int:
-    return checksum(raw_bytes(state.momentum), checksum(raw_bytes(state.values)))
-
-
-def _write_version(folder: Path, file: str, state: FragmentState) -> None:
-    _write_durably(folder / "fragments" / file, save({"values": state.values, "momentum": state.momentum}))
-
-
-def _read_version(folder: Path, fragment: Fragment, row: sqlite3.Row, missing_is_damage: bool = True) -> FragmentState:
-    path = folder / "fragments" / row["file"]
-    try:
-        tensors = load_file(path)
-        state = FragmentState(tensors["values"], tensors["momentum"])
-    except FileNotFoundError:
-        if not missing_is_damage:
-            raise
-        raise StoreError(f"{path} is missing, but the tape counts on it") from None
-    except (OSError, SafetensorError, KeyError) as error:
-        raise StoreError(f"{path} is damaged: {error}") from None
-    if state.values.shape != (fragment.numel,) or _state_checksum(state) != row["checksum"]:
-        raise StoreError(f"{path} is damaged: its content does not match the tape's checksum")
-    return state
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        try:
-            rest = memoryview(data)
-            while len(rest):
-                rest = rest[os.write(descriptor, rest) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(beside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            _unlink(beside)  # a disk that is full needs the space
-        raise
-    _sync(path.parent)
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+                    unlink(path)
 
 
 def _make_folder(folder: Path) -> None:
     """With its name, and those of the folders made for it, as durable as what will be inside."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     os.makedirs(folder / "fragments", exist_ok=True)
-    _sync(folder)
+    sync_path(folder)
     for path in made or [folder]:  # one that was there may have been made just before
         with contextlib.suppress(PermissionError):  # a folder that we may not read
-            _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_path(path.parent)
 
 
 def _sync_tape(folder: Path) -> None:
     """What the last process wrote and did not live to sync can be read now; told to learners, it must not be lost later."""
     for name in ("tape.sqlite", "tape.sqlite-wal"):
         with contextlib.suppress(FileNotFoundError):
-            _sync(folder / name)
-    _sync(folder)
-
-
-def _connect(folder: Path, mode: str = "rw") -> sqlite3.Connection:
-    uri = f"{(folder / 'tape.sqlite').resolve().as_uri()}?mode={mode}"
-    # Calls come from the syncer's store thread and its main thread, never at once.
-    database = sqlite3.connect(uri, uri=True, timeout=30.0, check_same_thread=False)
-    database.row_factory = sqlite3.Row
-    if mode != "ro":
-        try:
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = FULL")
-        except sqlite3.Error:
-            database.close()
-            raise
-    return database
-
-
-@contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
-    try:
-        with contextlib.closing(_connect(folder, mode="ro")) as database:
-            yield database
-    except sqlite3.Error as error:
-        raise StoreError(f"{folder / 'tape.sqlite'} cannot be read: {error}") from None
+            sync_path(folder / name)
+    sync_path(folder)
 
 
 def _append(database: sqlite3.Connection, entries: Sequence[TapeEntry]) -> None:

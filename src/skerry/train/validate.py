@@ -19,7 +19,7 @@ from skerry.data.corpus import Corpus, load_corpus
 from skerry.data.windows import validation_batches
 from skerry.metrics import MetricsWriter
 from skerry.models.gpt import GPT, build_gpt, generate
-from skerry.syncer.store import read_identity, read_model, read_span_s, read_standing
+from skerry.syncer.run_folder import read_identity, read_model, read_span_s, read_standing
 from skerry.train.job import load_weights, pick_device
 
 log = logging.getLogger("skerry.validate")

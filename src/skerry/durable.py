@@ -1,0 +1,40 @@
+"""Files that are there whole or not at all, whatever dies in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """The file is there with these bytes or as it was before, and stays so when the power fails. Raises OSError."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            rest = memoryview(data)
+            while len(rest):
+                rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unlink(beside)  # a disk that is full needs the space
+        raise
+    sync_path(path.parent)
+
+
+def unlink(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
