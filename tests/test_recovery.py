@@ -21,7 +21,9 @@ from skerry.config import SyncConfig
 from skerry.core.fragment import split
 from skerry.core.tensors import model_tensors
 from skerry.errors import WireError
+from skerry.learner import learner as learner_module
 from skerry.learner import optimizer_state as module
+from skerry.learner.learner import Learner, is_recent
 from skerry.learner.optimizer_state import CannotKeep, OptimizerState
 from skerry.learner.replica import Replica
 from skerry.syncer import relay
@@ -107,7 +109,22 @@ def test_state_that_is_no_tensor_or_number_is_not_kept() -> None:
         state_of(model, [optimizer]).pack(0)
 
 
+@pytest.mark.parametrize(
+    ("kept", "step", "recent"), [(0, 240, True), (0, 241, False), (9000, 10_000, True), (8990, 10_000, False)]
+)
+def test_kept_state_is_recent_within_ten_rounds_or_a_tenth_of_the_run(kept: int, step: int, recent: bool) -> None:
+    assert is_recent(kept, step, every=24) == recent
+
+
 # ---------------------------------------------------------------- in a run
+
+
+JOINED: list[Learner] = []
+
+
+def join(address: str, model: nn.Module, optimizer: Optimizer, **options: Any) -> Learner:
+    JOINED.append(skerry.join(address, model, optimizer, **options))
+    return JOINED[-1]
 
 
 class Island:
@@ -116,14 +133,14 @@ class Island:
     def __init__(self, address: str, name: str, keep: Path | None = None) -> None:
         self.model = small_model(seed=8)
         self.optimizer = adamw(self.model)
-        self.learner = skerry.join(address, self.model, self.optimizer, name=name, keep=keep, timeout_s=30)
+        self.learner = join(address, self.model, self.optimizer, name=name, keep=keep, timeout_s=30)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         data = batches(0, 20)
-        while not self._stop.is_set():
+        while not self._stop.is_set() and not self.learner.finished:
             train(self.model, self.optimizer, [data[self.learner.step % 20]])
             self._stop.wait(0.001)
 
@@ -144,7 +161,12 @@ class Island:
 def run(tmp_path: Path, start_syncer) -> Iterator[tuple[Path, str]]:
     folder = skerry.create(tmp_path / "run", small_model(), SYNC)
     yield folder, start_syncer(folder).address
-    assert not learner_threads()
+    running = learner_threads()
+    for learner in JOINED:  # a test that fails must not take others with it
+        learner.stop()
+        learner.detach()
+    JOINED.clear()
+    assert not running
 
 
 def merged(folder: Path, name: str) -> bool:
@@ -155,7 +177,8 @@ def sources(folder: Path) -> list[tuple[str, str]]:
     return [(entry["learner"], entry["source"]) for entry in tape(folder, "optimizer_state")]
 
 
-def test_the_own_state_that_was_kept_is_taken_first(run, tmp_path: Path) -> None:
+def test_the_own_state_that_was_kept_is_taken_first(run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(learner_module, "OWN_STATE_ROUNDS", 1000)  # the peer takes a step in a millisecond
     folder, address = run
     peer = Island(address, "peer")
     first = Island(address, "island", keep=tmp_path / "kept")
@@ -164,7 +187,7 @@ def test_the_own_state_that_was_kept_is_taken_first(run, tmp_path: Path) -> None
     before = [moment.clone() for moment in moments(first.optimizer)]
     second_model = small_model(seed=9)
     second = adamw(second_model)
-    learner = skerry.join(address, second_model, second, name="island", keep=tmp_path / "kept", timeout_s=30)
+    learner = join(address, second_model, second, name="island", keep=tmp_path / "kept", timeout_s=30)
     assert learner.optimizer_state == "own"
     assert all(torch.equal(a, b) for a, b in zip(moments(second), before, strict=True))
     learner.detach()
@@ -204,7 +227,7 @@ def test_the_peers_state_is_the_peers(run) -> None:
     peer.halt()
     model = small_model(seed=9)
     optimizer = adamw(model)
-    learner = skerry.join(address, model, optimizer, name="late", timeout_s=30)
+    learner = join(address, model, optimizer, name="late", timeout_s=30)
     assert learner.optimizer_state == "peer"
     for mine, theirs in zip(moments(optimizer), moments(peer.optimizer), strict=True):
         assert torch.equal(mine, theirs)
@@ -265,7 +288,7 @@ def fetch_from(address: str, answer: Callable[[RawLearner, pb.GiveState], Any]) 
 
     def late() -> str:
         model = small_model()
-        learner = skerry.join(address, model, adamw(model), name="late", timeout_s=30)
+        learner = join(address, model, adamw(model), name="late", timeout_s=30)
         learner.detach()
         return learner.optimizer_state
 
@@ -340,5 +363,5 @@ def test_a_join_that_is_interrupted_while_it_recovers_leaves_nothing_behind(run,
     monkeypatch.setattr("skerry.learner.link.Link.fetch_state", interrupted)
     model = small_model()
     with contextlib.suppress(KeyboardInterrupt):
-        skerry.join(address, model, adamw(model), name="late", timeout_s=30)
+        join(address, model, adamw(model), name="late", timeout_s=30)
     first.leave()

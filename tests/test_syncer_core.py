@@ -47,7 +47,7 @@ from skerry.core.messages import (
     Welcome,
 )
 from skerry.core.standing import Counted, FragmentProgress, Standing
-from skerry.core.syncer import MAX_ROLLBACKS, RETRY_STORE_S, RETURN_S, SyncerCore
+from skerry.core.syncer import LAST_CHANCE, MAX_ROLLBACKS, RETRY_STORE_S, RETURN_S, SyncerCore
 
 A = TypeVar("A")
 SILENCE_S = 10.0
@@ -1312,6 +1312,30 @@ def test_a_round_that_was_open_already_waits_for_the_leaving_one_but_not_beyond_
     assert [share.name for share in merge.shares] == ["b"]
 
 
+def test_who_stopped_and_had_nothing_to_give_before_it_said_that_it_leaves_is_not_waited_for_in_that_round() -> None:
+    run = running("a", "b", quorum=1, grace=0.0)
+    run.report("a", 4), run.report("b", 4)
+    run.nothing("a")
+    assert asked(run.send(Leaving("a"))) == set(), "it has answered this round"
+    assert of(Merge, run.give("b")) != []
+    [question] = [ask for ask in of(Ask, run.store()) if ask.name == "a"]
+    run.give("b", step=question.step)
+    actions = run.send(NothingToGive("a", 0, question.step))
+    assert of(Merge, actions) != []
+    assert of(Goodbye, actions) == [Goodbye("a", "left")]
+
+
+def test_one_that_leaves_and_keeps_moving_bytes_does_not_hold_a_round_for_ever() -> None:
+    run = running("a", "b", quorum=1, grace=0.0)
+    run.report("a", 4), run.report("b", 4)
+    run.send(Leaving("a"))
+    run.give("b")
+    while run.core.fragments[0].round is not None and run.core.fragments[0].round.merging_since is None:
+        run.now += 1.0
+        run.core.bytes_moved("a", run.now), run.report("a", 4), run.report("b", 4)
+    assert 2 * SILENCE_S < run.now <= LAST_CHANCE * SILENCE_S
+
+
 def test_saying_twice_that_it_leaves_changes_nothing() -> None:
     """A link says it again after a reconnect."""
     run = running("a", "b", quorum=0, wait=True, overlap=1)
@@ -1397,6 +1421,8 @@ class Peer:
     step: int = 0
     tokens: int = 0
     questions: dict[int, Ask] = dataclasses.field(default_factory=dict)
+    answered: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Fragment → the round it last answered on this stream. A learner answers a question once."""
 
 
 class World:
@@ -1438,6 +1464,7 @@ class World:
         for action in actions:
             if isinstance(action, Welcome):
                 self.peers[action.name].connected = True  # a goodbye before this is for the old stream
+                self.peers[action.name].answered.clear()
                 slots = [self.core.learners[name].slot for name in self.connected()]
                 assert len(set(slots)) == len(slots), "no two live learners have one slot"
             self._see(action)
@@ -1461,8 +1488,10 @@ class World:
         elif isinstance(action, Ask):
             assert self.core.phase != "ended"
             self.asked[action.fragment].add((action.step, action.name))
-            if self.peers[action.name].connected:
-                self.peers[action.name].questions[action.fragment] = action
+            peer = self.peers[action.name]
+            if peer.connected:
+                assert peer.answered.get(action.fragment) != action.step, "nobody waits for a second answer in one round"
+                peer.questions[action.fragment] = action
         elif isinstance(action, Announce):
             assert action.version == self.core.fragments[action.fragment].version, "only what is stored is announced"
             for name, upto in counted(action).items():
@@ -1560,12 +1589,15 @@ class World:
         self.offer(offer)
 
     def answer_with_nothing(self, name: str, index: int) -> None:
-        self.apply(NothingToGive(name, index, self.peers[name].questions.pop(index).step))
+        question = self.peers[name].questions.pop(index)
+        self.peers[name].answered[index] = question.step
+        self.apply(NothingToGive(name, index, question.step))
 
     def offer(self, offer: Contributed) -> None:
         refused = self.core.why_refused(offer) is not None
         if not refused:
             self.givers[offer.fragment, offer.name] = (self.peers[offer.name].session, offer.upto)
+            self.peers[offer.name].answered[offer.fragment] = offer.step
         assert ("refused" in recorded(self.apply(offer))) == refused
 
     def lose(self, name: str) -> None:

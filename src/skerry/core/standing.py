@@ -90,6 +90,12 @@ class FragmentProgress:
     """How often it may still be tried to put it back to the good copy; 0 if it is not to be."""
     floor: int = 0
     """Progress counted from an older version than this is not wanted: the model was put back."""
+    last_round: int = 0
+    """The highest number a round of this fragment had, whether or not it was merged."""
+
+    def next_round(self, step: int) -> int:
+        """A number for a round that is nobody's turn: one that no other had, for a learner answers each number once."""
+        return max(step, self.merged_step + 1, self.last_round + 1)
 
     def counted_upto(self, name: str) -> int:
         found = self.counted.get(name)

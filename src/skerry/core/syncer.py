@@ -74,6 +74,8 @@ KEEP_GOOD_ROUNDS = 8
 RESTORE_TRIES = 10
 MAX_ROLLBACKS = 5
 """A run that diverges again and again has another trouble than an accident."""
+LAST_CHANCE = 20
+"""One that leaves is waited for while its bytes move, but a round is not kept open longer than this many times `silence_s`."""
 REMEMBERED = 500
 """Learners that are gone but still known, in case they come back."""
 
@@ -540,8 +542,7 @@ class SyncerCore:
                 self._ask_again(index, fragment.round, due, owing, actions)
             elif due > fragment.merged_step or owing:
                 trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
-                # A round that is nobody's turn needs a number that no other round of this fragment had.
-                step = due if due > fragment.merged_step else max(self.step, fragment.merged_step + 1)
+                step = due if due > fragment.merged_step else fragment.next_round(self.step)
                 self._open(index, now, step, trains, owing, actions)
 
     def _open_last_round(self, index: int, now: float, actions: list[Action]) -> None:
@@ -549,13 +550,15 @@ class SyncerCore:
         if index in self._last_rounds_due and self.fragments[index].round is None:
             self._last_rounds_due.discard(index)
             able = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
-            self._open(index, now, max(self.step, self.fragments[index].merged_step) + 1, able, able, actions)
+            self._open(index, now, self.fragments[index].next_round(self.step + 1), able, able, actions)
 
     def _open(self, index: int, now: float, step: int, asked: set[str], needed: set[str], actions: list[Action]) -> None:
         asked = asked | needed
         if not asked:
             return
-        self.fragments[index].round = Round(step, now, asked, set(needed), frozenset(needed), due=step)
+        fragment = self.fragments[index]
+        fragment.round = Round(step, now, asked, set(needed), frozenset(needed), due=step)
+        fragment.last_round = max(fragment.last_round, step)
         actions.append(Record("opened", {"fragment": index, "step": step, "asked": sorted(asked)}))
         actions.extend(self._ask(name, index, step) for name in sorted(asked))
 
@@ -563,14 +566,16 @@ class SyncerCore:
         """A fragment that is due again while its round is open stays in it: newcomers are asked too, and reminders sent."""
         if gathering.merging_since is not None:
             return
-        late = owing - gathering.asked - set(gathering.arrived)
+        # One that has answered this round hears no more of it; what it owes since then is asked for in the next.
+        owing = owing - set(gathering.arrived) - gathering.declined
+        late = owing - gathering.asked
         if due > gathering.due:
             gathering.due = due
             trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
             gathering.asked |= trains - set(gathering.arrived) - gathering.declined
             late |= gathering.missing
         gathering.asked |= late
-        gathering.needed |= owing - set(gathering.arrived)
+        gathering.needed |= owing
         actions.extend(self._ask(name, index, gathering.step) for name in sorted(late))
 
     def _ask(self, name: str, index: int, step: int) -> Ask:
@@ -658,7 +663,8 @@ class SyncerCore:
     def _deadline(self, gathering: Round) -> float:
         waited_for = gathering.needed & gathering.missing
         moved = [self.learners[name].moved_at for name in waited_for]
-        last_chance = max([gathering.opened_at, *moved]) + self.sync.silence_s
+        given_up = gathering.opened_at + LAST_CHANCE * self.sync.silence_s
+        last_chance = min(max([gathering.opened_at, *moved]) + self.sync.silence_s, given_up)
         if waited_for:
             return last_chance
         if gathering.deadline is not None:

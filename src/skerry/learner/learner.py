@@ -35,8 +35,8 @@ log = logging.getLogger("skerry.learner")
 OptimizerSource = Literal["fresh", "own", "peer", "cold"]
 STALL = 3.0
 """A step that takes this many times as long as usual stalls for the rest of its time."""
-OWN_STATE_ROUNDS = 10
-"""An optimizer's state that was kept is used if it is not older than this many times H steps."""
+OWN_STATE_ROUNDS, OWN_STATE_SHARE = 10, 0.1
+"""An optimizer's state that was kept is used if it is not older than so many times H steps, or this share of the run so far."""
 
 
 class Learner:
@@ -76,9 +76,8 @@ class Learner:
     def _recovered(self, state: OptimizerState, keep: Path | None) -> OptimizerSource:
         link = self._link
         kept = OptimizerState.read(keep, link.run_id) if keep is not None else None
-        stale_after = OWN_STATE_ROUNDS * self._exchange.sync.every
         try:
-            if kept is not None and self._exchange.step - kept[0] <= stale_after:
+            if kept is not None and is_recent(kept[0], self._exchange.step, self._exchange.sync.every):
                 state.restore([kept[1]])
                 return "own"
         except WireError as error:
@@ -294,6 +293,10 @@ class Learner:
             link.wake()
         if waited:
             self._last_step_at = self._clock.now()
+
+
+def is_recent(kept: int, step: int, every: int) -> bool:
+    return step - kept <= max(OWN_STATE_ROUNDS * every, OWN_STATE_SHARE * step)
 
 
 def _is_within(frame: FrameType, outer: FrameType) -> bool:
