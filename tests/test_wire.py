@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from islands import DEADLINE_S, RawLearner, assert_same, small_model, tape, versions
+from islands import DEADLINE_S, RawLearner, assert_same, poll, small_model, tape, versions
 from safetensors import safe_open
 from torch import nn
 
@@ -85,12 +85,14 @@ def test_a_first_message_that_is_no_hello_is_refused(run_folder: Path, start_syn
     assert play(start_syncer(run_folder).address, scenario) == "the first message must be a hello"
 
 
-def test_a_stream_that_ends_without_a_word_is_refused(run_folder: Path, start_syncer) -> None:
-    async def scenario(raw: RawLearner) -> str:
+def test_a_stream_that_ends_without_a_word_is_ended(run_folder: Path, start_syncer) -> None:
+    async def scenario(raw: RawLearner) -> None:
         raw.stop_sending()
-        return (await raw.receive("refusal")).refusal.reason
+        await raw.receive_end()
 
-    assert play(start_syncer(run_folder).address, scenario) == "the first message must be a hello"
+    play(start_syncer(run_folder).address, scenario)
+    poll(lambda: tape(run_folder, "refused"), "the tape to say so")
+    assert [entry["reason"] for entry in tape(run_folder, "refused")] == ["a control stream without a hello"]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ REPORT_EVERY_S = 0.2
 REPORT_PAUSE_S = 0.01
 RETRY_TRANSFER_S = 0.5
 BACK_OFF_S = (0.2, 5.0)
+STUCK_S = 60.0
+"""What is on its way may move unseen for a while, in the buffers of a slow link."""
 GATE_S = 0.2
 KEEP_EVERY_S = 20.0
 FETCH_STATE_S = 30.0
@@ -216,7 +218,7 @@ class Link:
             lane = self._lane = transfer.Lane(SyncerStub(bulk), self.name, self.session)
             stream = self._stream = transfer.ControlStream(stub)
             self._stream.send(pb.ToSyncer(hello=self._hello()))
-            beat = asyncio.get_running_loop().create_task(self._heartbeat())
+            beat = asyncio.get_running_loop().create_task(self._heartbeat(stream, lane))
             beat.add_done_callback(self._task_done)
             welcomed = False
             try:
@@ -267,9 +269,12 @@ class Link:
                 held=exchange.versions if self.fixed_loaded else (),
             )
 
-    async def _heartbeat(self) -> None:
+    async def _heartbeat(self, stream: transfer.ControlStream, lane: transfer.Lane) -> None:
+        assert self.exchange is not None
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            stream.drop_if_silent(self.exchange.sync.silence_s)
+            lane.drop_if_stuck(STUCK_S)
             if self._clock.now() - self._reported_at >= HEARTBEAT_S / 2:
                 self._report()
             if self.keep is not None and self._clock.now() - self._kept_at >= KEEP_EVERY_S:
@@ -282,6 +287,11 @@ class Link:
         exchange = self.exchange
         assert exchange is not None
         kind = message.WhichOneof("message")
+        named = [message.ask.fragment] * (kind == "ask") + [message.announce.fragment] * (kind == "announce")
+        if any(fragment >= len(exchange.held) for fragment in named):
+            raise WireError(f"the syncer speaks of fragment {named[0]}, but there are {len(exchange.held)}")
+        if kind == "welcome" and len(message.welcome.versions) != len(exchange.held):
+            raise WireError(f"the syncer has {len(message.welcome.versions)} fragments, this learner {len(exchange.held)}")
         with self.changed:
             if kind == "welcome":
                 welcome = message.welcome

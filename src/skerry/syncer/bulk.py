@@ -104,7 +104,7 @@ class Bulk:
 
     # ------------------------------------------------------------ a learner's stream
 
-    async def serve(self, messages: AsyncIterator[pb.BulkToSyncer], write: Write) -> None:
+    async def serve(self, messages: AsyncIterator[pb.BulkToSyncer | None], write: Write) -> None:
         first = await first_message(messages)
         if first is None or first.WhichOneof("message") != "hello":
             raise WireError("the first message of a bulk stream must say who speaks")
@@ -227,9 +227,11 @@ class _Lane:
         self._assembly: Assembly | None = None
         self._decoding: set[asyncio.Task[None]] = set()
 
-    async def read(self, messages: AsyncIterator[pb.BulkToSyncer]) -> None:
+    async def read(self, messages: AsyncIterator[pb.BulkToSyncer | None]) -> None:
         try:
             async for message in messages:
+                if message is None:
+                    raise WireError("a damaged message on the bulk stream")
                 kind = message.WhichOneof("message")
                 if kind == "hello":
                     raise WireError("a second hello on one bulk stream")

@@ -272,14 +272,16 @@ class SyncerServer:
         if run_id != self.store.identity.run_id:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this syncer serves another run")
 
-    async def control(self, messages: AsyncIterator[pb.ToSyncer], context: Any) -> AsyncIterator[pb.ToLearner]:
+    async def control(self, messages: AsyncIterator[pb.ToSyncer | None], context: Any) -> AsyncIterator[pb.ToLearner]:
         first = await first_message(messages)
+        if first is None:
+            self.record("refused", {"reason": "a control stream without a hello"})
+            return  # it may try again
         try:
             hello = self._check_hello(first)
             connection = self._admit(hello)
         except JoinRefused as refusal:
-            name = first.hello.name[:MAX_NAME] if first is not None else ""
-            self.record("refused", {"learner": name, "reason": str(refusal)})
+            self.record("refused", {"learner": first.hello.name[:MAX_NAME], "reason": str(refusal)})
             yield pb.ToLearner(refusal=pb.Refusal(reason=str(refusal)))
             return
         reader = asyncio.get_running_loop().create_task(self._read(hello.name, connection, messages))
@@ -297,8 +299,8 @@ class SyncerServer:
             if not over.done():
                 over.set_result(None)
 
-    def _check_hello(self, first: pb.ToSyncer | None) -> pb.Hello:
-        if first is None or first.WhichOneof("message") != "hello":
+    def _check_hello(self, first: pb.ToSyncer) -> pb.Hello:
+        if first.WhichOneof("message") != "hello":
             raise JoinRefused("the first message must be a hello")
         hello = first.hello
         if hello.protocol != PROTOCOL:
@@ -330,10 +332,13 @@ class SyncerServer:
         self._perform_all(actions[place:])
         return connection
 
-    async def _read(self, name: str, connection: Connection, messages: AsyncIterator[pb.ToSyncer]) -> None:
+    async def _read(self, name: str, connection: Connection, messages: AsyncIterator[pb.ToSyncer | None]) -> None:
         try:
             async for message in messages:
                 if self._connections.get(name) is not connection:
+                    return
+                if message is None:
+                    self.record("refused", {"learner": name, "reason": "a damaged message"})
                     return
                 kind = message.WhichOneof("message")
                 if kind == "report":
@@ -363,7 +368,7 @@ class SyncerServer:
             if self._connections.get(name) is connection:
                 connection.end()
 
-    async def bulk(self, messages: AsyncIterator[pb.BulkToSyncer], context: Any) -> None:
+    async def bulk(self, messages: AsyncIterator[pb.BulkToSyncer | None], context: Any) -> None:
         async def write(message: pb.BulkToLearner) -> None:
             try:
                 await context.write(message)

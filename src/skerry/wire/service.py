@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from skerry.wire import skerry_pb2 as pb
 
 _SERVICE = "skerry.v1.Syncer"
 
+T = TypeVar("T")
+
 
 class SyncerService(Protocol):
-    """What a syncer implements."""
+    """What a syncer implements. In place of a message that is damaged a stream gives None."""
 
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.RunDescription: ...
 
-    def control(self, messages: AsyncIterator[pb.ToSyncer], context: Any) -> AsyncIterator[pb.ToLearner]: ...
+    def control(self, messages: AsyncIterator[pb.ToSyncer | None], context: Any) -> AsyncIterator[pb.ToLearner]: ...
 
-    async def bulk(self, messages: AsyncIterator[pb.BulkToSyncer], context: Any) -> None: ...
+    async def bulk(self, messages: AsyncIterator[pb.BulkToSyncer | None], context: Any) -> None: ...
 
     async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply: ...
 
     async def tell(self, request: pb.TellRequest, context: Any) -> pb.TellReply: ...
+
+
+def _or_none(parse: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
+    def parse_if_possible(data: bytes) -> T | None:
+        try:
+            return parse(data)
+        except DecodeError:
+            return None
+
+    return parse_if_possible
 
 
 def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
@@ -32,10 +45,10 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
             service.describe, pb.DescribeRequest.FromString, pb.RunDescription.SerializeToString
         ),
         "Control": grpc.stream_stream_rpc_method_handler(
-            service.control, pb.ToSyncer.FromString, pb.ToLearner.SerializeToString
+            service.control, _or_none(pb.ToSyncer.FromString), pb.ToLearner.SerializeToString
         ),
         "Bulk": grpc.stream_stream_rpc_method_handler(
-            service.bulk, pb.BulkToSyncer.FromString, pb.BulkToLearner.SerializeToString
+            service.bulk, _or_none(pb.BulkToSyncer.FromString), pb.BulkToLearner.SerializeToString
         ),
         "Tell": grpc.unary_unary_rpc_method_handler(service.tell, pb.TellRequest.FromString, pb.TellReply.SerializeToString),
         "Close": grpc.unary_unary_rpc_method_handler(

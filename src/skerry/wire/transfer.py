@@ -7,7 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -15,6 +15,8 @@ from skerry.errors import WireError
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import Assembly, cut
 from skerry.wire.service import SyncerStub
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -34,9 +36,21 @@ def wire_errors() -> Iterator[None]:
         raise WireError("the connection was closed") from None
 
 
+async def read(call: Any) -> Any:
+    """The next message of a stream, or EOF."""
+    with wire_errors():
+        return _whole(await call.read())
+
+
 async def describe(stub: SyncerStub, protocol: int, timeout_s: float = 10.0) -> pb.RunDescription:
     with wire_errors():
-        return await stub.describe(pb.DescribeRequest(protocol=protocol), timeout=timeout_s)
+        return _whole(await stub.describe(pb.DescribeRequest(protocol=protocol), timeout=timeout_s))
+
+
+def _whole(message: T | None) -> T:
+    if message is None:  # what gRPC makes of bytes that are no message
+        raise WireError("the message received is damaged")
+    return message
 
 
 class TryAgain(WireError):
@@ -82,6 +96,7 @@ class Lane:
         self._fetches: deque[_Fetch] = deque()
         self._arriving: _Fetch | None = None
         self._state: _Fetch | None = None
+        self._moved_at = 0.0
 
     async def upload(self, header: pb.Upload, data: memoryview, sent: Callable[[int], None]) -> pb.UploadReply:
         """Send one contribution. The syncer may answer before it has everything, if it does not want it."""
@@ -90,6 +105,7 @@ class Lane:
             async with self._writing:
                 call = await self._open()
             reply: asyncio.Future[pb.UploadReply] = asyncio.get_running_loop().create_future()
+            self._moved()
             self._replies[key] = reply
             try:
                 for number, chunk in enumerate(cut(data)):
@@ -99,6 +115,7 @@ class Lane:
                     async with self._writing:
                         with wire_errors():
                             await call.write(pb.BulkToSyncer(upload=header if number == 0 else None, chunk=chunk))
+                    self._moved()
                     sent(len(chunk))
             except BaseException:
                 self._replies.pop(key, None)
@@ -113,6 +130,7 @@ class Lane:
         fetch = _Fetch(fragment, version, check, received, asyncio.get_running_loop().create_future())
         async with self._writing:
             call = await self._open()
+            self._moved()
             self._fetches.append(fetch)
             try:
                 with wire_errors():
@@ -148,6 +166,15 @@ class Lane:
                         await call.write(pb.BulkToSyncer(state=header if number == 0 else None, chunk=chunk))
                 sent(len(chunk))
 
+    def drop_if_stuck(self, limit_s: float) -> None:
+        """Something is under way and nothing has moved for so long: a stream can be dead without either end hearing of it."""
+        waited_for = self._fetches or self._arriving or self._replies
+        if self._call is not None and waited_for and asyncio.get_running_loop().time() - self._moved_at > limit_s:
+            self._call.cancel()
+
+    def _moved(self) -> None:
+        self._moved_at = asyncio.get_running_loop().time()
+
     async def close(self) -> None:
         if self._call is not None:
             self._call.cancel()
@@ -166,9 +193,8 @@ class Lane:
     async def _read(self, call: Any) -> None:
         ended = WireError("the syncer ended the bulk stream")
         try:
-            with wire_errors():
-                while (message := await call.read()) is not grpc.aio.EOF:
-                    self._received(message)
+            while (message := await read(call)) is not grpc.aio.EOF:
+                self._received(message)
         except WireError as error:
             ended = error
         finally:
@@ -186,6 +212,7 @@ class Lane:
                     reply.set_exception(ended)
 
     def _received(self, message: pb.BulkToLearner) -> None:
+        self._moved()
         kind = message.WhichOneof("message")
         if kind == "reply":
             waiting = self._replies.pop((message.reply.fragment, message.reply.step), None)
@@ -256,6 +283,8 @@ class ControlStream:
         self._call: Any = stub.control()
         self._outbox: deque[pb.ToSyncer] = deque()
         self._filled = asyncio.Event()
+        self._heard_at = asyncio.get_running_loop().time()
+        self._silent_s = 0.0
         self._writer = asyncio.get_running_loop().create_task(self._write())
 
     def send(self, message: pb.ToSyncer) -> None:
@@ -275,11 +304,23 @@ class ControlStream:
 
     async def messages(self) -> AsyncIterator[pb.ToLearner]:
         while True:
-            with wire_errors():
-                message = await self._call.read()
+            try:
+                message = await read(self._call)
+            except WireError:
+                if self._silent_s:
+                    raise WireError(f"nothing was heard of the syncer for {self._silent_s:.0f} s") from None
+                raise
             if message is grpc.aio.EOF:
                 return
+            self._heard_at = asyncio.get_running_loop().time()
             yield message
+
+    def drop_if_silent(self, limit_s: float) -> None:
+        """The syncer says something several times a second. A stream can be dead without either end hearing of it."""
+        silent_s = asyncio.get_running_loop().time() - self._heard_at
+        if silent_s > limit_s:
+            self._silent_s = silent_s
+            self._call.cancel()
 
     async def close(self) -> None:
         self._writer.cancel()

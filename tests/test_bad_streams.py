@@ -1,0 +1,160 @@
+"""Streams that stand while what comes through them does not: messages that are damaged, or that stop coming.
+
+A relay of whole gRPC messages between a real learner and a real syncer does it, so that TCP and HTTP/2 find nothing wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from islands import batches, poll, small_model, tape, train
+
+import skerry
+from skerry.config import SyncConfig
+from skerry.learner import link
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.connection import CHANNEL_OPTIONS, SERVER_OPTIONS
+from skerry.wire.loop import run_here
+
+SYNC = SyncConfig(fragments=2, every=4, overlap=1, quorum=1, outer_lr=1.0, outer_momentum=0.0, merge="mean", silence_s=2.0)
+GARBAGE = b"\xff\xff\xff"
+"""No protobuf message: the tag does not end."""
+
+Change = Callable[[bytes], "bytes | None"]
+"""What becomes of a message; None if nothing does."""
+
+
+class Relay(grpc.GenericRpcHandler):
+    def __init__(self, syncer: str) -> None:
+        self.down: dict[str, Change] = {}
+        self.up: dict[str, Change] = {}
+        """For the calls whose name ends like this."""
+        self._syncer = syncer
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        async def pass_on(messages: AsyncIterator[bytes], _: Any) -> AsyncIterator[bytes]:
+            call = self._channel.stream_stream(details.method)(_changed(messages, details.method, self.up))
+            try:
+                async for message in _changed(call, details.method, self.down):
+                    yield message
+            finally:
+                call.cancel()
+
+        return grpc.stream_stream_rpc_method_handler(pass_on)
+
+    async def start(self) -> str:
+        self._channel = grpc.aio.insecure_channel(self._syncer, options=CHANNEL_OPTIONS)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((self,))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(grace=0)
+        await self._channel.close()
+
+
+async def _changed(messages: Any, method: str, changes: dict[str, Change]) -> AsyncIterator[bytes]:
+    async for message in messages:
+        change = next((change for end, change in changes.items() if method.endswith(end)), None)
+        changed = change(message) if change is not None else message
+        if changed is not None:
+            yield changed
+
+
+@pytest.fixture
+def run(tmp_path: Path, start_syncer) -> Iterator[tuple[Path, Relay, str]]:
+    folder = skerry.create(tmp_path / "run", small_model(), SYNC)
+    relay = Relay(start_syncer(folder).address)
+    address = run_here(relay.start())
+    yield folder, relay, address
+    run_here(relay.stop())
+
+
+def merges(folder: Path) -> int:
+    return len(tape(folder, "merged"))
+
+
+def joins(folder: Path) -> list[bool]:
+    return [entry["resumed"] for entry in tape(folder, "joined")]
+
+
+def once(change: Change) -> Change:
+    left = [change]
+    return lambda message: left.pop()(message) if left else message
+
+
+@pytest.mark.parametrize("end", ["Control", "Bulk"])
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("what", ["one message damaged", "nothing comes through any more"])
+def test_a_learner_whose_stream_stands_but_is_of_no_use_comes_back(run, monkeypatch, end: str, way: str, what: str) -> None:
+    folder, relay, address = run
+    monkeypatch.setattr(link, "STUCK_S", 2.0)
+    model = small_model(seed=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    learner = skerry.join(address, model, optimizer, name="island", timeout_s=30)
+    data = batches(0, 20)
+
+    def trains_until(done: Callable[[], Any], what: str) -> None:
+        poll(lambda: train(model, optimizer, [data[learner.step % 20]]) and done(), what)
+
+    trains_until(lambda: merges(folder) >= 4, "merges")
+    before = learner.step
+    changes = relay.up if way == "up" else relay.down
+    if what == "one message damaged":
+        changes[end] = once(lambda message: GARBAGE)
+    else:
+        # Until the learner or the syncer has noticed: what begins after that comes through.
+        changes[end] = lambda message: None
+        if end == "Control":
+            trains_until(lambda: not learner.connected or tape(folder, "lost"), "it to be noticed")
+        else:
+            quiet = merges(folder)
+            trains_until(lambda: tape(folder, "opened")[-1]["step"] > before, "a round that nothing is sent for")
+            poll(lambda: not learner._link._lane._replies and not learner._link._lane._fetches, "the lane to be given up")
+            assert merges(folder) <= quiet + 2, "what was under way already"
+    changes.clear() if what != "one message damaged" else None
+    if end == "Control":
+        trains_until(lambda: joins(folder) == [False, True], "it to come back with what it has")
+    merged = merges(folder)
+    trains_until(lambda: merges(folder) >= merged + 4, "merges again")
+    assert learner.failure is None and learner.connected
+    learner.detach()
+
+
+def test_a_description_that_is_damaged_on_its_way_is_asked_for_again(run) -> None:
+    folder, relay, address = run
+    relay.down["Describe"] = once(lambda message: GARBAGE)
+    model = small_model()
+    learner = skerry.join(address, model, torch.optim.SGD(model.parameters(), lr=0.1), name="island", timeout_s=30)
+    poll(lambda: joins(folder) == [False], "the tape to say so")
+    learner.detach()
+
+
+def test_a_hello_that_is_damaged_on_its_way_is_sent_again(run) -> None:
+    folder, relay, address = run
+    relay.up["Control"] = once(lambda message: GARBAGE)
+    model = small_model()
+    learner = skerry.join(address, model, torch.optim.SGD(model.parameters(), lr=0.1), name="island", timeout_s=30)
+    poll(lambda: tape(folder, "refused"), "the tape to say so")
+    assert joins(folder) == [False]
+    assert [entry["reason"] for entry in tape(folder, "refused")] == ["a control stream without a hello"]
+    learner.detach()
+
+
+def test_fragments_there_are_not_make_the_learner_connect_again(run) -> None:
+    folder, relay, address = run
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    learner = skerry.join(address, model, optimizer, name="island", timeout_s=30)
+    for number, message in enumerate((pb.ToLearner(ask=pb.Ask(fragment=9)), pb.ToLearner(announce=pb.Announce(fragment=9)))):
+        relay.down["Control"] = once(lambda _, sent=message: sent.SerializeToString())
+        poll(lambda expected=number + 2: len(joins(folder)) == expected, "it to connect again")
+    assert learner.failure is None
+    learner.detach()
