@@ -203,11 +203,10 @@ def test_without_its_own_a_healthy_peers_state_is_taken(run, tmp_path: Path, kep
     peer = Island(address, "peer")
     poll(lambda: merged(folder, "peer"), "the peer to be merged")
     path = keep / "island.optimizer.safetensors"
-    assert peer.learner._link.state is not None
     run_id = peer.learner._link.run_id
     if kept != "none":
         old = kept == "old"
-        peer.learner._link.state.save_to(path, "another" if kept == "of another run" else run_id, -100_000 if old else 10)
+        peer.learner._courier.state.save_to(path, "another" if kept == "of another run" else run_id, -100_000 if old else 10)
     if kept == "damaged":
         path.write_bytes(path.read_bytes()[:-9])
     late = Island(address, "island", keep=keep)

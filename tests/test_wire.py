@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import random
 import subprocess
@@ -22,16 +23,20 @@ from safetensors import safe_open
 from torch import nn
 
 import skerry
+from skerry.clock import SystemClock
 from skerry.config import SyncConfig
 from skerry.core import codec as codecs
-from skerry.errors import ConfigError, JoinRefused, WireError
+from skerry.core import messages as m
+from skerry.core.syncer import SyncerCore
+from skerry.errors import ConfigError, JoinRefused, StoreError, WireError
 from skerry.syncer.bulk import LANE_QUEUE
+from skerry.syncer.diary import Diary
 from skerry.syncer.run_folder import read_identity, read_model
 from skerry.syncer.server import SyncerServer, run_syncer
 from skerry.syncer.store import RunStore
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, Assembly, cut
-from skerry.wire.client import describe, describe_job
+from skerry.wire.client import close_run, describe, describe_job
 from skerry.wire.connection import PROTOCOL, open_channel, split_address
 
 FRAGMENTS = 2
@@ -912,3 +917,41 @@ def test_a_port_that_is_taken_is_named_and_the_folder_let_go(run_folder: Path, t
     with pytest.raises(WireError, match=f"cannot listen on {syncer.address}: the port is taken"):
         asyncio.run(serve())
     RunStore(other).close()
+
+
+def test_a_syncer_on_a_full_disk_can_be_stopped_while_its_run_closes(run_folder: Path, start_syncer, monkeypatch) -> None:
+    """Learners are told that the run closes once that is written, which may never be."""
+
+    def full(*_: object) -> None:
+        raise StoreError("no space left")
+
+    syncer = start_syncer(run_folder)
+
+    async def scenario(raw: RawLearner) -> None:
+        await raw.join()
+        monkeypatch.setattr(RunStore, "commit", full)
+        await asyncio.to_thread(close_run, syncer.address, None)
+
+    play(syncer.address, scenario)
+    with pytest.raises(StoreError, match="could not be written to the tape"):
+        syncer.stop()
+
+
+def test_one_that_is_gone_is_written_down_until_nothing_of_it_changes(tmp_path: Path) -> None:
+    core = SyncerCore(SYNC, FRAGMENTS)
+    diary = Diary(tmp_path, SystemClock())
+    for event in (m.Joined("a", "one", 0, 0, ()), m.Ready("a"), m.Reported("a", 3, 30, 0.1), m.Leaving("a")):
+        core.handle(event, 0.0)
+    diary.summary(core, {})
+    for fragment in range(FRAGMENTS):
+        core.handle(m.NothingToGive("a", fragment, 3), 1.0)
+    for _ in range(3):
+        diary.summary(core, {})
+    core.handle(m.Joined("a", "two", 0, 0, ()), 2.0)
+    core.handle(m.Ready("a"), 2.0)
+    for _ in range(3):
+        diary.summary(core, {})
+    diary.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    states = [record["state"] for record in records if record["kind"] == "island"]
+    assert states == ["training", "left", "training", "training", "training"]

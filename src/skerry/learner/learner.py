@@ -10,9 +10,7 @@ import logging
 import operator
 import os
 import socket
-import statistics
 import sys
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,13 +26,12 @@ from skerry.errors import WireError
 from skerry.learner.link import Link
 from skerry.learner.optimizer_state import OptimizerState
 from skerry.learner.replica import Replica
+from skerry.learner.state_courier import StateCourier
 from skerry.wire.connection import TLS
 
 log = logging.getLogger("skerry.learner")
 
 OptimizerSource = Literal["fresh", "own", "peer", "cold"]
-STALL = 3.0
-"""A step that takes this many times as long as usual stalls for the rest of its time."""
 OWN_STATE_ROUNDS, OWN_STATE_SHARE = 10, 0.1
 """An optimizer's state that was kept is used if it is not older than so many times H steps, or this share of the run so far."""
 
@@ -54,11 +51,9 @@ class Learner:
         self._last_place = -1
         self._outer_call: FrameType | None = None
         self._in_step = False
-        self._last_step_at: float | None = None
-        self._step_times: deque[float] = deque(maxlen=15)
         self._left = False
         self._optimizer_state: OptimizerSource = "fresh"
-        link.state = OptimizerState(optimizers, link.replica)
+        self._courier = link.courier = StateCourier(link, OptimizerState(optimizers, link.replica))
         self._handles: list[Any] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -66,15 +61,13 @@ class Learner:
 
     def recover(self, keep: Path | None) -> None:
         """Give the optimizer a state, if the run is under way: the own one that was kept, a healthy peer's, or none."""
-        link = self._link
-        assert link.state is not None
         if self._exchange.step > 0:
-            self._optimizer_state = self._recovered(link.state, keep)
-            link.restored(self._optimizer_state)
-        link.keep = keep
+            self._optimizer_state = self._recovered(keep)
+            self._link.restored(self._optimizer_state)
+        self._courier.keep = keep
 
-    def _recovered(self, state: OptimizerState, keep: Path | None) -> OptimizerSource:
-        link = self._link
+    def _recovered(self, keep: Path | None) -> OptimizerSource:
+        link, state = self._link, self._courier.state
         kept = OptimizerState.read(keep, link.run_id) if keep is not None else None
         try:
             if kept is not None and is_recent(kept[0], self._exchange.step, self._exchange.sync.every):
@@ -171,7 +164,7 @@ class Learner:
         link = self._link
         with link.changed:
             self._exchange.stop()
-        link.keep_state()
+        self._courier.keep_now()
         link.leave()
         deadline = self._clock.now() + timeout_s
         while True:
@@ -244,16 +237,7 @@ class Learner:
 
     def _step_done(self) -> None:
         link = self._link
-        now = self._clock.now()
-        if self._last_step_at is not None:
-            took = now - self._last_step_at
-            link.stall_s = max(link.stall_s, took)
-            if link.step_time_s:
-                link.stalled_s += max(0.0, took - STALL * link.step_time_s)
-            # The median, so that one pause does not look like slowness for a while.
-            self._step_times.append(took)
-            link.step_time_s = statistics.median(self._step_times)
-        self._last_step_at = now
+        link.pace.stepped(self._clock.now())
         tokens = self._tokens_per_step if self._counted is None else self._counted
         self._counted = None
         self._last_place = -1
@@ -292,7 +276,7 @@ class Learner:
             self._adopt_ready()
             link.wake()
         if waited:
-            self._last_step_at = self._clock.now()
+            link.pace.waited(self._clock.now())
 
 
 def is_recent(kept: int, step: int, every: int) -> bool:

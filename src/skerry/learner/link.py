@@ -7,13 +7,11 @@ downloads wait in `prepared` for the training thread. When the syncer goes away 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import threading
 import uuid
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load
@@ -26,12 +24,12 @@ from skerry.core.exchange import Exchange, Give, GiveNothing, Question, Version
 from skerry.core.fragment import split
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
-from skerry.learner.optimizer_state import CannotKeep, OptimizerState
+from skerry.learner.pace import Pace
 from skerry.learner.replica import Arrival, Prepared, Replica
+from skerry.learner.state_courier import StateCourier
 from skerry.learner.workers import DaemonWorkers
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire import transfer
-from skerry.wire.chunks import state_limit_bytes
 from skerry.wire.connection import PROTOCOL, TLS, check_reachable, open_channel
 from skerry.wire.loop import shared_loop
 from skerry.wire.service import SyncerStub
@@ -46,9 +44,6 @@ BACK_OFF_S = (0.2, 5.0)
 STUCK_S = 60.0
 """What is on its way may move unseen for a while, in the buffers of a slow link."""
 GATE_S = 0.2
-KEEP_EVERY_S = 20.0
-FETCH_STATE_S = 30.0
-STATE_TRIES = 3
 
 
 class Link:
@@ -67,11 +62,7 @@ class Link:
         self.slot = 0
         self.run_tokens = 0
         self.loss: float | None = None
-        self.step_time_s = 0.0
-        self.stall_s = 0.0
-        """The longest time between two steps since the last report."""
-        self.stalled_s = 0.0
-        """Of all time between steps, what went beyond three times the usual."""
+        self.pace = Pace()
         self.sent_bytes = 0
         self.received_bytes = 0
         self.connected = False
@@ -80,11 +71,8 @@ class Link:
         self.last_error = "no attempt yet"
         self.leaving = False
         self.quarantined = False
-        self.state: OptimizerState | None = None
-        self.keep: Path | None = None
-        """Where the optimizer's state is kept from time to time."""
-        self._kept_at = 0.0
-        self._kept_step = 0
+        self.lane: transfer.Lane | None = None
+        self.courier: StateCourier | None = None
         self.fixed_loaded = False
         self._model = model
         self._tls = tls
@@ -99,7 +87,6 @@ class Link:
         self._reported_at = -1.0
         self._to_report = False
         self._stream: transfer.ControlStream | None = None
-        self._lane: transfer.Lane | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = DaemonWorkers(2, "skerry-exchange")
         self._loop = shared_loop()
@@ -215,7 +202,7 @@ class Link:
         async with open_channel(self.address, self._tls) as control, open_channel(self.address, self._tls) as bulk:
             stub = SyncerStub(control)
             self._prepare_for(await transfer.describe(stub, PROTOCOL))
-            lane = self._lane = transfer.Lane(SyncerStub(bulk), self.name, self.session)
+            lane = self.lane = transfer.Lane(SyncerStub(bulk), self.name, self.session)
             stream = self._stream = transfer.ControlStream(stub)
             self._stream.send(pb.ToSyncer(hello=self._hello()))
             beat = asyncio.get_running_loop().create_task(self._heartbeat(stream, lane))
@@ -277,9 +264,8 @@ class Link:
             lane.drop_if_stuck(STUCK_S)
             if self._clock.now() - self._reported_at >= HEARTBEAT_S / 2:
                 self._report()
-            if self.keep is not None and self._clock.now() - self._kept_at >= KEEP_EVERY_S:
-                self._kept_at = self._clock.now()
-                self._spawn(self._off_loop(self.keep_state))
+            if self.courier is not None and self.courier.time_to_keep(self._clock.now()):
+                self._spawn(self.off_loop(self.courier.keep_now))
 
     # ------------------------------------------------------------ messages
 
@@ -391,15 +377,15 @@ class Link:
             report = pb.Report(
                 step=exchange.step,
                 tokens=exchange.totals.tokens,
-                step_time_s=self.step_time_s,
+                step_time_s=self.pace.step_time_s,
                 loss=self.loss,
                 sent_bytes=self.sent_bytes,
                 received_bytes=self.received_bytes,
                 steps=exchange.totals.steps,
-                stall_s=self.stall_s,
-                stalled_s=self.stalled_s,
+                stall_s=self.pace.longest_s,
+                stalled_s=self.pace.stalled_s,
             )
-            self.stall_s = 0.0
+            self.pace.longest_s = 0.0
         self._reported_at = self._clock.now()
         self._send(pb.ToSyncer(report=report))
 
@@ -425,7 +411,7 @@ class Link:
         if self._main is not None:
             self._main.cancel()
 
-    async def _off_loop(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    async def off_loop(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await self._loop.run_in_executor(self._pool, work, *arguments)
 
     # ------------------------------------------------------------ contributions
@@ -436,7 +422,7 @@ class Link:
             if self.replica.quick and self.replica.gate.acquire(blocking=False):
                 gives, nothings = self._take_snapshots()
             else:
-                gives, nothings = await self._off_loop(self._wait_for_snapshots)
+                gives, nothings = await self.off_loop(self._wait_for_snapshots)
         finally:
             self._answering = False
         for question in nothings:
@@ -482,7 +468,7 @@ class Link:
         return gives, nothings
 
     async def _upload(self, give: Give, data: memoryview, crc: int) -> None:
-        exchange, lane = self.exchange, self._lane
+        exchange, lane = self.exchange, self.lane
         assert exchange is not None and lane is not None
         question = give.question
         header = pb.Upload(
@@ -497,7 +483,7 @@ class Link:
             upto=give.at.steps,
         )
         try:
-            reply = await lane.upload(header, data, self._sent)
+            reply = await lane.upload(header, data, self.count_sent)
         except WireError as error:
             log.debug("%s: fragment %d was not sent: %s", self.name, question.fragment, error)
             self._again(lambda: exchange.ask_again(question))
@@ -507,10 +493,10 @@ class Link:
         if reply.damaged:
             self._again(lambda: exchange.ask_again(question))
 
-    def _sent(self, size_bytes: int) -> None:
+    def count_sent(self, size_bytes: int) -> None:
         self.sent_bytes += size_bytes
 
-    def _got(self, size_bytes: int) -> None:
+    def count_received(self, size_bytes: int) -> None:
         self.received_bytes += size_bytes
 
     def _again(self, act: Callable[[], None]) -> None:
@@ -525,68 +511,14 @@ class Link:
 
     # ------------------------------------------------------------ the optimizer's state
 
-    def keep_state(self) -> None:
-        """Write it down, for a process that takes this one's place. Called by any thread."""
-        exchange, keep = self.exchange, self.keep
-        if keep is None or self.state is None or exchange is None or exchange.step == self._kept_step:
-            return
-        step = exchange.step
-        try:
-            self.state.save_to(keep, self._run_id, step)
-        except CannotKeep as error:
-            if exchange.totals.steps:
-                log.warning("%s does not keep its optimizer's state: %s", self.name, error)
-                self.keep = None
-        except OSError as error:
-            log.warning("%s could not keep its optimizer's state in %s: %s", self.name, keep, error.strerror)
-        else:
-            self._kept_step = step
-
     async def _give_state(self, ticket: int, part: int) -> None:
-        """A peer lost its own."""
-        lane, state = self._lane, self.state
-        header = pb.State(ticket=ticket, part=part, parts=state.parts if state else 0)
-        data = memoryview(b"")
-        if state is None or part >= state.parts:
-            header.reason = "there is no such part"
-        else:
-            try:
-                data = memoryview(await self._off_loop(state.pack, part))
-                header.size_bytes, header.checksum = len(data), codecs.checksum(data)
-            except CannotKeep as error:
-                header.reason = str(error)
-        assert lane is not None
-        with contextlib.suppress(WireError):  # whoever waits for it finds out
-            await lane.send_state(header, data, self._sent)
+        if self.courier is not None:  # it has joined, and is asked only then
+            await self.courier.give(ticket, part)
 
     def fetch_state(self) -> list[bytes]:
         """Every part of a healthy peer's optimizer state. Called by the training thread; raises WireError."""
-        fetching = asyncio.run_coroutine_threadsafe(self._fetch_state(), self._loop)
-        return fetching.result()
-
-    async def _fetch_state(self) -> list[bytes]:
-        assert self.replica is not None
-        limit = state_limit_bytes(self.replica.layout)
-        found: list[bytes] = []
-        tries = 0
-        while True:
-            lane = self._lane
-            if lane is None or not self.connected or self.goodbye is not None:
-                raise WireError("the syncer is away")
-            try:
-                parts, data = await asyncio.wait_for(lane.fetch_state(len(found), limit, self._got), FETCH_STATE_S)
-            except asyncio.TimeoutError:
-                raise WireError(f"nothing came within {FETCH_STATE_S:.0f} s") from None
-            except transfer.TryAgain as error:
-                tries += 1
-                if tries > STATE_TRIES:
-                    raise
-                log.debug("%s: part %d of a peer's state did not come: %s", self.name, len(found), error)
-                await asyncio.sleep(RETRY_TRANSFER_S)
-                continue
-            found.append(bytes(data))
-            if len(found) >= parts:
-                return found
+        assert self.courier is not None
+        return asyncio.run_coroutine_threadsafe(self.courier.fetch(), self._loop).result()
 
     def restored(self, source: str) -> None:
         self._call(lambda: self._send(pb.ToSyncer(restored=pb.Restored(source=source))))
@@ -594,8 +526,8 @@ class Link:
     # ------------------------------------------------------------ merged fragments
 
     async def _download(self, part: int, version: int) -> tuple[str, memoryview]:
-        assert self._lane is not None
-        return await self._lane.fetch(part, version, lambda header: self._check_size(part, header), self._got)
+        assert self.lane is not None
+        return await self.lane.fetch(part, version, lambda header: self._check_size(part, header), self.count_received)
 
     def _check_size(self, part: int, header: pb.Fetched) -> None:
         assert self.replica is not None
@@ -627,7 +559,7 @@ class Link:
             values = codecs.codec(name).decode(data, replica.layout.fragments[fragment].numel)
             return replica.prepare(fragment, values, since_step)
 
-        prepared = decode() if replica.quick else await self._off_loop(decode)
+        prepared = decode() if replica.quick else await self.off_loop(decode)
         with self.changed:
             if exchange.fetched(version):
                 self.prepared[fragment] = prepared

@@ -123,6 +123,7 @@ class Accountant:
         self._frozen_s: dict[str, float] = {}
         self._excused_s: dict[str, float] = {}
         self._thawed: dict[str, float] = {}
+        self._recovering: list[Recovery] = []
         self._merged_share_sum = 0.0
         self._stepped_at: float | None = None
         self._last_at = 0.0
@@ -235,11 +236,13 @@ class Accountant:
             self._excused_s[name] = self._excused_s.get(name, 0.0) + frozen_s
             self._thawed[name] = at
         if name in self._account.islands and (what == "killed" or (what == "fault" and fault in INJURIES)):
-            self._account.recoveries.append(Recovery(name, "killed" if what == "killed" else str(fault), at))
+            recovery = Recovery(name, "killed" if what == "killed" else str(fault), at)
+            self._account.recoveries.append(recovery)
+            self._recovering.append(recovery)
 
     def _joined(self, name: str, at: float) -> None:
-        for recovery in self._account.recoveries:
-            if recovery.island == name and recovery.seconds is None and recovery.what == "killed":
+        for recovery in self._recovering:
+            if recovery.island == name and recovery.what == "killed":
                 recovery.joined_after_s = at - recovery.at
 
     def _merge(self, at: float, record: Mapping[str, Any]) -> None:
@@ -252,9 +255,9 @@ class Accountant:
         for name in names:
             if name in self._account.islands:
                 self._account.islands[name].merges += 1
-        for recovery in self._account.recoveries:
-            if recovery.seconds is None and recovery.island in names:
-                recovery.seconds = at - recovery.at
+        for recovery in [recovery for recovery in self._recovering if recovery.island in names]:
+            recovery.seconds = at - recovery.at
+            self._recovering.remove(recovery)
 
 
 def account_of(records: Iterable[Mapping[str, Any]]) -> RunAccount:

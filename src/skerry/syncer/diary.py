@@ -37,6 +37,8 @@ class Diary:
         self._started = clock.now()
         self._counts: dict[str, tuple[float, int]] = {}
         self._said: dict[str, Vitals] = {}
+        self._last: dict[str, tuple[object, ...]] = {}
+        """What was last written of each learner that was gone by then."""
 
     def close(self) -> None:
         self._writer.close()
@@ -77,7 +79,19 @@ class Diary:
             live=len(live),
             expected=core.sync.start_with,
         )
+        for name in set(self._counts) - set(core.learners):
+            del self._counts[name], self._said[name]
+            self._last.pop(name, None)
         for learner in core.learners.values():
+            counted = sum(fragment.counted_upto(learner.name) for fragment in core.fragments) // len(core.fragments)
+            if learner.phase == "gone":
+                # Those who came and went are many in a long run.
+                last = (learner.session, learner.tokens, learner.merges, counted)
+                if self._last.get(learner.name) == last:
+                    continue
+                self._last[learner.name] = last
+            else:
+                self._last.pop(learner.name, None)
             then, tokens = self._counts.get(learner.name, (self._started, 0))
             rate = max(0, learner.tokens - tokens) / (now - then) if now > then else 0.0
             self._counts[learner.name] = (now, learner.tokens)
@@ -98,7 +112,7 @@ class Diary:
                 received_bytes=said.received_bytes if connected else None,
                 session=learner.session[:12],
                 steps=said.steps,
-                counted=sum(fragment.counted_upto(learner.name) for fragment in core.fragments) // len(core.fragments),
+                counted=counted,
                 step_time_s=round(learner.step_time.get(), 6),
                 stall_s=round(said.stall_s, 6),
                 stalled_s=round(said.stalled_s, 6),

@@ -94,6 +94,7 @@ class SyncerServer:
         self._handlers: set[asyncio.Future[None]] = set()
         self._working: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
+        self._closing = False
         self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
         if self.core.phase == "ended":
             self.ended.set()
@@ -121,6 +122,8 @@ class SyncerServer:
         """That the run closes is told to learners once it is written down: they stop for good, and a syncer that is started
         again must know why."""
         while not await self._tape.flush():
+            if self._closing:
+                return
             await asyncio.sleep(RETRY_FLUSH_S)
         for action in actions:
             if isinstance(action, (m.StopTraining, m.Goodbye, m.Ask)):
@@ -175,7 +178,7 @@ class SyncerServer:
             goodbye = pb.Goodbye(reason=action.reason, final=action.final, expected=expected)
             self.send(action.name, pb.ToLearner(goodbye=goodbye))
             if action.final:
-                self._dismissed.add(action.name)
+                self._dismissed = {name for name in self._dismissed if name in self.core.learners} | {action.name}
             connection = self._connections.pop(action.name, None)
             if connection is not None:
                 connection.end()
@@ -415,6 +418,7 @@ class SyncerServer:
 
     async def close(self) -> None:
         """Let merges in flight finish, write the last of the tape, and let go of the run folder."""
+        self._closing = True
         if self._wake is not None:
             self._wake.cancel()
         while self._working:

@@ -1,0 +1,103 @@
+"""Moves an optimizer's state: to a file of this island from time to time, to a peer that lost its own, and from a peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skerry.core import codec as codecs
+from skerry.errors import WireError
+from skerry.learner.optimizer_state import CannotKeep, OptimizerState
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import state_limit_bytes
+from skerry.wire.transfer import TryAgain
+
+if TYPE_CHECKING:
+    from skerry.learner.link import Link
+
+log = logging.getLogger("skerry.learner")
+
+KEEP_EVERY_S = 20.0
+FETCH_S = 30.0
+TRIES = 3
+RETRY_S = 0.5
+
+
+class StateCourier:
+    def __init__(self, link: Link, state: OptimizerState) -> None:
+        self.state = state
+        self.keep: Path | None = None
+        """Where the state is kept from time to time."""
+        self._link = link
+        self._kept_at = 0.0
+        self._kept_step = 0
+
+    def time_to_keep(self, now: float) -> bool:
+        due = self.keep is not None and now - self._kept_at >= KEEP_EVERY_S
+        if due:
+            self._kept_at = now
+        return due
+
+    def keep_now(self) -> None:
+        """Write it down, for a process that takes this one's place. Called by any thread."""
+        exchange, keep, name = self._link.exchange, self.keep, self._link.name
+        assert exchange is not None
+        step = exchange.step
+        if keep is None or step == self._kept_step:
+            return
+        try:
+            self.state.save_to(keep, self._link.run_id, step)
+        except CannotKeep as error:
+            if exchange.totals.steps:
+                log.warning("%s does not keep its optimizer's state: %s", name, error)
+                self.keep = None
+        except OSError as error:
+            log.warning("%s could not keep its optimizer's state in %s: %s", name, keep, error.strerror)
+        else:
+            self._kept_step = step
+
+    async def give(self, ticket: int, part: int) -> None:
+        """A peer lost its own."""
+        lane = self._link.lane
+        assert lane is not None
+        header = pb.State(ticket=ticket, part=part, parts=self.state.parts)
+        data = memoryview(b"")
+        if part >= self.state.parts:
+            header.reason = "there is no such part"
+        else:
+            try:
+                data = memoryview(await self._link.off_loop(self.state.pack, part))
+                header.size_bytes, header.checksum = len(data), codecs.checksum(data)
+            except CannotKeep as error:
+                header.reason = str(error)
+        with contextlib.suppress(WireError):  # whoever waits for it finds out
+            await lane.send_state(header, data, self._link.count_sent)
+
+    async def fetch(self) -> list[bytes]:
+        """Every part of a healthy peer's. Raises WireError."""
+        link = self._link
+        assert link.replica is not None
+        limit = state_limit_bytes(link.replica.layout)
+        found: list[bytes] = []
+        tries = 0
+        while True:
+            lane = link.lane
+            if lane is None or not link.connected or link.goodbye is not None:
+                raise WireError("the syncer is away")
+            try:
+                parts, data = await asyncio.wait_for(lane.fetch_state(len(found), limit, link.count_received), FETCH_S)
+            except asyncio.TimeoutError:
+                raise WireError(f"nothing came within {FETCH_S:.0f} s") from None
+            except TryAgain as error:
+                tries += 1
+                if tries > TRIES:
+                    raise
+                log.debug("%s: part %d of a peer's state did not come: %s", link.name, len(found), error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            found.append(bytes(data))
+            if len(found) >= parts:
+                return found
