@@ -8,11 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+POLLS_SKIPPED = 16
+
+
+class CalmSelector(selectors.DefaultSelector):
+    """Does not look for news while there are callbacks to run, unless they go on for long.
+
+    To look, even without waiting, lets go of the interpreter, and the training thread takes it. A message is handled by a
+    chain of callbacks; at each link of the chain both threads would have to wake up once more.
+    """
+
+    _skipped = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout <= 0 and self._skipped < POLLS_SKIPPED:
+            self._skipped += 1
+            return []
+        self._skipped = 0
+        found: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
+        return found
+
 
 _lock = threading.Lock()
 _loop: tuple[int, asyncio.AbstractEventLoop] | None = None
@@ -22,7 +44,7 @@ def shared_loop() -> asyncio.AbstractEventLoop:
     global _loop
     with _lock:
         if _loop is None or _loop[0] != os.getpid():  # a forked process has none of our threads
-            loop = asyncio.new_event_loop()
+            loop = asyncio.SelectorEventLoop(CalmSelector())
             threading.Thread(target=_run, args=(loop,), name="skerry-loop", daemon=True).start()
             _loop = (os.getpid(), loop)
         return _loop[1]
