@@ -46,8 +46,9 @@ from skerry.core.messages import (
     WakeAt,
     Welcome,
 )
+from skerry.core.rollback import MAX_ROLLBACKS
 from skerry.core.standing import Counted, FragmentProgress, Standing
-from skerry.core.syncer import LAST_CHANCE, MAX_ROLLBACKS, RETRY_STORE_S, RETURN_S, SyncerCore
+from skerry.core.syncer import LAST_CHANCE, RETRY_STORE_S, RETURN_S, SyncerCore
 
 A = TypeVar("A")
 SILENCE_S = 10.0
@@ -414,13 +415,13 @@ def healthy_run(**settings: Any) -> Run:
     for step in range(1, 20):
         for keep in of(KeepGood, lossy(run, step, 2.0, "a", "b")):
             run.send(GoodKept(keep.step))
-    assert run.core.good_step is not None
+    assert run.core.rollback.good_step is not None
     return run
 
 
 def test_a_loss_that_stays_high_puts_every_fragment_back_to_the_good_copy() -> None:
     run = healthy_run()
-    good, before = run.core.good_step, [f.version for f in run.core.fragments]
+    good, before = run.core.rollback.good_step, [f.version for f in run.core.fragments]
     step, orders = 20, []
     while not orders:
         orders = of(Restore, lossy(run, step, 9.0, "a", "b"))
@@ -460,13 +461,13 @@ def test_without_a_good_copy_or_after_many_times_it_is_only_written_down() -> No
     run = healthy_run()
     for step in range(20, 400):
         lossy(run, step, math.inf if step % 20 else 2.0, "a", "b")
-    assert run.core.rollbacks == MAX_ROLLBACKS
+    assert run.core.rollback.count == MAX_ROLLBACKS
 
 
 def test_a_merge_under_way_ends_before_its_fragment_is_put_back() -> None:
     run = healthy_run()
     step = 20
-    while not run.core.rollbacks:
+    while not run.core.rollback.count:
         # Merges are ordered and never stored, so they are under way when the run turns out to have diverged.
         for name in "ab":
             actions = run.send(Reported(name, step, 10 * step, 0.1, 9.0))
@@ -488,7 +489,7 @@ def test_a_merge_under_way_ends_before_its_fragment_is_put_back() -> None:
 def test_a_rollback_that_was_cut_short_by_the_syncers_end_goes_on() -> None:
     run = healthy_run()
     step = 20
-    while not run.core.rollbacks:
+    while not run.core.rollback.count:
         for name in "ab":
             run.send(Reported(name, step, 10 * step, 0.1, 9.0))
         step += 1

@@ -29,8 +29,8 @@ from skerry.core import codec as codecs
 from skerry.core import messages as m
 from skerry.core.syncer import SyncerCore
 from skerry.errors import ConfigError, JoinRefused, StoreError, WireError
-from skerry.syncer.bulk import LANE_QUEUE
 from skerry.syncer.diary import Diary
+from skerry.syncer.lane import LANE_QUEUE
 from skerry.syncer.run_folder import read_identity, read_model
 from skerry.syncer.server import SyncerServer, run_syncer
 from skerry.syncer.store import RunStore

@@ -42,6 +42,18 @@ class LearnerState:
     def leaving(self) -> bool:
         return self.owes is not None
 
+    def judged(self, healthy: bool, strikes: int) -> Literal["quarantined", "readmitted"] | None:
+        """Count its unhealthy contributions, or the healthy ones while it is in quarantine. Says if that changed its state."""
+        if self.quarantined:
+            self.strikes = self.strikes - 1 if healthy else strikes
+            self.quarantined = self.strikes > 0
+            return None if self.quarantined else "readmitted"
+        self.strikes = 0 if healthy else self.strikes + 1
+        if healthy or strikes == 0 or self.strikes < strikes:
+            return None
+        self.quarantined, self.strikes = True, strikes
+        return "quarantined"
+
 
 @dataclass
 class Round:

@@ -29,7 +29,6 @@ from collections import deque
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
 from skerry.core.guard import SizeHistory, why_unhealthy
-from skerry.core.health import Health
 from skerry.core.messages import (
     LEFT,
     OVER,
@@ -46,7 +45,6 @@ from skerry.core.messages import (
     Goodbye,
     GoodKept,
     Joined,
-    KeepGood,
     Leaving,
     Merge,
     NothingToGive,
@@ -63,17 +61,14 @@ from skerry.core.messages import (
     Welcome,
 )
 from skerry.core.quorum import GraceWindow
+from skerry.core.rollback import Rollback
 from skerry.core.schedule import Schedule
 from skerry.core.standing import Counted, FragmentProgress, LearnerState, Round, RunPhase, Standing
 
 RETRY_STORE_S = 1.0
 RETURN_S = 7.0
 """A learner that lost the syncer tries again after 6.5 seconds at the latest."""
-KEEP_GOOD_ROUNDS = 8
-"""A good copy is kept once in this many times H steps."""
 RESTORE_TRIES = 10
-MAX_ROLLBACKS = 5
-"""A run that diverges again and again has another trouble than an accident."""
 LAST_CHANCE = 20
 """One that leaves is waited for while its bytes move, but a round is not kept open longer than this many times `silence_s`."""
 REMEMBERED = 500
@@ -117,11 +112,7 @@ class SyncerCore:
             fragment.floor = floor
         for index in standing.restoring:
             self.fragments[index].restoring = RESTORE_TRIES
-        self.health = Health(sync.rollback, standing.best_loss)
-        self.good_step = standing.good_step
-        self.rollbacks = standing.rollbacks
-        self._checked_at_step = self.step
-        self._keeping = False
+        self.rollback = Rollback(sync, standing)
         self._last_rounds_due = set(range(fragments))
         # In lock-step they are waited for anyway.
         self._returning = set() if sync.wait else {name for name, known in self.learners.items() if known.phase == "away"}
@@ -153,11 +144,11 @@ class SyncerCore:
             retired,
             quarantined,
             sizes,
-            self.good_step,
-            self.health.best,
+            self.rollback.good_step,
+            self.rollback.health.best,
             tuple(fragment.floor for fragment in self.fragments),
             tuple(index for index, fragment in enumerate(self.fragments) if fragment.restoring),
-            self.rollbacks,
+            self.rollback.count,
         )
 
     def bytes_moved(self, name: str, now: float) -> None:
@@ -223,7 +214,7 @@ class SyncerCore:
         elif isinstance(event, StoreFailed):
             self._store_failed(event, now, actions)
         elif isinstance(event, GoodKept):
-            self._good_kept(event, actions)
+            self.rollback.kept(event, actions)
         elif isinstance(event, CloseRequested):
             self._close("requested", actions)
         else:
@@ -327,7 +318,7 @@ class SyncerCore:
         learner.tokens = max(learner.tokens, event.tokens)
         if event.step_time_s > 0:
             learner.step_time.add(event.step_time_s)
-        self.health.report(event.name, event.loss)
+        self.rollback.health.report(event.name, event.loss)
 
     def _contributed(self, event: Contributed, now: float, actions: list[Action]) -> None:
         reason = self.why_refused(event)
@@ -359,19 +350,13 @@ class SyncerCore:
         return why_unhealthy(sizes, offer.norm, offer.steps, self.sync.outlier, offer.repeated)
 
     def _judge(self, learner: LearnerState, why: str | None, actions: list[Action]) -> None:
-        """Count a learner's unhealthy contributions, or the healthy ones of one that is in quarantine."""
-        if learner.quarantined:
-            learner.strikes = self.sync.strikes if why is not None else learner.strikes - 1
-            if learner.strikes == 0:
-                learner.quarantined = False
-                actions.append(Record("readmitted", {"learner": learner.name}))
-                actions.append(Caution(learner.name, False, f"{self.sync.strikes} healthy contributions in a row"))
-            return
-        learner.strikes = learner.strikes + 1 if why is not None else 0
-        if why is not None and learner.strikes >= self.sync.strikes > 0:
-            learner.quarantined, learner.strikes = True, self.sync.strikes
+        changed = learner.judged(why is None, self.sync.strikes)
+        if changed == "quarantined":
             actions.append(Record("quarantined", {"learner": learner.name, "reason": why}))
-            actions.append(Caution(learner.name, True, why))
+            actions.append(Caution(learner.name, True, why or ""))
+        elif changed == "readmitted":
+            actions.append(Record("readmitted", {"learner": learner.name}))
+            actions.append(Caution(learner.name, False, f"{self.sync.strikes} healthy contributions in a row"))
 
     def _nothing(self, event: NothingToGive) -> None:
         if not 0 <= event.fragment < len(self.fragments):
@@ -595,41 +580,14 @@ class SyncerCore:
         if self.phase == "running" and self.sync.budget_tokens and self.tokens >= self.sync.budget_tokens:
             self._close("budget", actions)
 
-    def _good_kept(self, event: GoodKept, actions: list[Action]) -> None:
-        self._keeping = False
-        if event.failure:
-            actions.append(Record("good_not_kept", {"step": event.step, "reason": event.failure}))
-        else:
-            self.good_step = event.step
-            actions.append(Record("good_kept", {"step": event.step}))
-
     def _check_health(self, actions: list[Action]) -> None:
-        """Once in H steps. While the model is being put back, and at the end, nothing is checked."""
-        if self.phase != "running" or self.step < self._checked_at_step + self.sync.every or self.sync.rollback == 0:
+        """While the model is being put back, and at the end, nothing is checked."""
+        if self.phase != "running" or any(fragment.restoring for fragment in self.fragments):
             return
-        if any(fragment.restoring for fragment in self.fragments):
-            return
-        self._checked_at_step = self.step
-        verdict = self.health.check([learner.name for learner in self.learners.values() if learner.phase == "training"])
-        kept_at = self.good_step if self.good_step is not None else -KEEP_GOOD_ROUNDS * self.sync.every
-        if verdict == "healthy" and not self._keeping and self.step - kept_at >= KEEP_GOOD_ROUNDS * self.sync.every:
-            self._keeping = True
-            actions.append(KeepGood(self.step))
-        if verdict == "diverged":
-            self._roll_back(actions)
-
-    def _roll_back(self, actions: list[Action]) -> None:
-        level, best = self.health.level, self.health.best
-        self.health.start_again()
-        told = {"loss": level if level is not None and math.isfinite(level) else None, "best": best, "step": self.step}
-        if self.good_step is None or self.rollbacks >= MAX_ROLLBACKS:
-            why = "there is no good copy yet" if self.good_step is None else f"it was put back {self.rollbacks} times already"
-            actions.append(Record("diverged", {**told, "rolled_back": False, "why": why}))
-            return
-        self.rollbacks += 1
-        actions.append(Record("diverged", {**told, "rolled_back": True, "good_step": self.good_step}))
-        for fragment in self.fragments:
-            fragment.restoring = RESTORE_TRIES
+        training = [learner.name for learner in self.learners.values() if learner.phase == "training"]
+        if self.rollback.check(self.step, training, actions):
+            for fragment in self.fragments:
+                fragment.restoring = RESTORE_TRIES
 
     def _restore_fragments(self, now: float, actions: list[Action]) -> None:
         """A merge that is under way ends first; what was gathered for the next is dropped."""
@@ -637,9 +595,9 @@ class SyncerCore:
             under_way = fragment.round
             if not fragment.restoring or (under_way and (under_way.merging_since is not None or now < under_way.not_before)):
                 continue
-            assert self.good_step is not None
+            assert self.rollback.good_step is not None
             fragment.round = Round(self.step, now, set(), due=self.step, merging_since=now, restores=True)
-            actions.append(Restore(index, fragment.version + 1, self.step, self.good_step))
+            actions.append(Restore(index, fragment.version + 1, self.step, self.rollback.good_step))
 
     def _settle_rounds(self, now: float, actions: list[Action]) -> None:
         for index, fragment in enumerate(self.fragments):

@@ -22,8 +22,9 @@ from skerry.core import messages as m
 from skerry.core.fragment import TensorSpec, check_same_model
 from skerry.core.syncer import SyncerCore
 from skerry.errors import JoinRefused, WireError
-from skerry.syncer.bulk import MAX_COUNT, MAX_NAME, Bulk, first_message
+from skerry.syncer.bulk import MAX_COUNT, Bulk
 from skerry.syncer.diary import Diary, Vitals
+from skerry.syncer.lane import MAX_NAME, first_message
 from skerry.syncer.merging import Merger
 from skerry.syncer.store import RunStore
 from skerry.syncer.tape import Tape

@@ -1,0 +1,58 @@
+"""When a good copy of the model is kept, and when the model is put back to it."""
+
+from __future__ import annotations
+
+import math
+
+from skerry.config import SyncConfig
+from skerry.core.health import Health
+from skerry.core.messages import Action, GoodKept, KeepGood, Record
+from skerry.core.standing import Standing
+
+KEEP_ROUNDS = 8
+"""A good copy is kept once in this many times H steps."""
+MAX_ROLLBACKS = 5
+"""A run that diverges again and again has another trouble than an accident."""
+
+
+class Rollback:
+    def __init__(self, sync: SyncConfig, standing: Standing) -> None:
+        self.health = Health(sync.rollback, standing.best_loss)
+        self.good_step = standing.good_step
+        """Of the copy that is kept."""
+        self.count = standing.rollbacks
+        self._every = sync.every
+        self._checked_at = standing.step
+        self._keeping = False
+
+    def check(self, step: int, names: list[str], actions: list[Action]) -> bool:
+        """Once in H steps, with those who train now. True if the model must be put back."""
+        if self.health.factor == 0 or step < self._checked_at + self._every:
+            return False
+        self._checked_at = step
+        verdict = self.health.check(names)
+        kept_long_ago = self.good_step is None or step - self.good_step >= KEEP_ROUNDS * self._every
+        if verdict == "healthy" and kept_long_ago and not self._keeping:
+            self._keeping = True
+            actions.append(KeepGood(step))
+        return verdict == "diverged" and self._diverged(step, actions)
+
+    def _diverged(self, step: int, actions: list[Action]) -> bool:
+        level, best = self.health.level, self.health.best
+        self.health.start_again()
+        told = {"loss": level if level is not None and math.isfinite(level) else None, "best": best, "step": step}
+        if self.good_step is None or self.count >= MAX_ROLLBACKS:
+            why = "there is no good copy yet" if self.good_step is None else f"it was put back {self.count} times already"
+            actions.append(Record("diverged", {**told, "rolled_back": False, "why": why}))
+            return False
+        self.count += 1
+        actions.append(Record("diverged", {**told, "rolled_back": True, "good_step": self.good_step}))
+        return True
+
+    def kept(self, event: GoodKept, actions: list[Action]) -> None:
+        self._keeping = False
+        if event.failure:
+            actions.append(Record("good_not_kept", {"step": event.step, "reason": event.failure}))
+        else:
+            self.good_step = event.step
+            actions.append(Record("good_kept", {"step": event.step}))
