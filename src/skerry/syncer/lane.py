@@ -1,4 +1,4 @@
-"""One learner's bulk stream, as the syncer reads it: what belongs together is put together, and what is not wanted passed over."""
+"""One learner's bulk stream, as the syncer reads it: parts are put together, and what is not wanted is passed over."""
 
 from __future__ import annotations
 
