@@ -3,17 +3,19 @@
 
 PYTHON ?= python3
 ARGS ?=
+SEEDS ?= 1000
 
 VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check soak proto clean
+.PHONY: help train test check dst soak proto clean
 
 help:
 	@echo "make train   train four islands and a syncer on this machine (configs/default.toml)"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types and import direction"
+	@echo "make dst     whole runs in virtual time with faults of every kind, from seeds; SEEDS=10000, ARGS='--first 42 --notes'"
 	@echo "make soak    20 minutes of random faults over eight islands, then a look for leaks; ARGS='--minutes 5'"
 	@echo "make proto   generate the wire messages again after a change to skerry.proto"
 	@echo "make clean   remove the environment, builds and caches; finished runs stay"
@@ -28,6 +30,9 @@ test: $(VENV)/.installed-dev
 
 check: $(VENV)/.installed-dev
 	scripts/check
+
+dst: $(VENV)/.installed-dev
+	cd tests && ../$(VENV)/bin/python -m simulation --seeds $(SEEDS) $(ARGS)
 
 soak: $(VENV)/.installed-dev
 	$(VENV)/bin/python benchmarks/soak.py $(ARGS)

@@ -278,6 +278,8 @@ class FaultyDisk:
         self.calls = 0
         self.at, self.until = 0, -1
         self.last_words: Callable[[], None] | None = None
+        self.leave: Callable[[int], object] = os._exit
+        """Ends the process, or in a simulation what stands for it; then this call is refused like all after it."""
         self.full: Callable[[str, str], bool] = lambda what, path: False
         """Calls that are refused, whatever their number."""
         self._files: dict[int, tuple[str, Content | Folder]] = {}
@@ -319,7 +321,7 @@ class FaultyDisk:
             half()
         if self.last_words is not None:
             self.last_words()
-            os._exit(DIED)
+            self.leave(DIED)
         return True
 
     def _find(self, path: str) -> Content | Folder:

@@ -138,26 +138,38 @@ def test_an_answer_needs_a_base_the_syncer_still_takes() -> None:
     assert give(exchange).base == 1
 
 
-def test_a_newer_question_replaces_an_open_one_and_is_not_replaced_by_a_retry() -> None:
+def test_a_newer_question_replaces_an_open_one() -> None:
     exchange = training()
     exchange.asked(question(8, min_base=3))
     exchange.asked(question(16))
     steps(exchange, 1)
-    first = give(exchange)
-    assert first.question.step == 16
-    exchange.asked(question(24))
-    exchange.ask_again(first.question)
-    assert give(exchange).question.step == 24
+    assert give(exchange).question.step == 16
 
 
-def test_an_answer_that_did_not_get_through_is_given_again_with_what_was_learned_since() -> None:
+def test_an_answer_that_did_not_get_through_is_wanted_until_its_round_is_over() -> None:
     exchange = training()
     steps(exchange, 2)
     exchange.asked(question(8))
-    first = give(exchange)
-    steps(exchange, 1)
-    exchange.ask_again(first.question)
-    assert (give(exchange).steps, exchange.totals.steps) == (3, 3)
+    first = give(exchange).question
+    assert exchange.still_wanted(first)
+    exchange.asked(first)
+    assert exchange.still_wanted(first) and exchange.answers() == [], "a reminder"
+    exchange.announced(version(1))
+    assert not exchange.still_wanted(first)
+
+
+@pytest.mark.parametrize("what", ["another question is answered", "a new welcome"])
+def test_an_answer_that_did_not_get_through_is_not_wanted_any_more_after(what: str) -> None:
+    exchange = training()
+    steps(exchange, 2)
+    exchange.asked(question(8))
+    first = give(exchange).question
+    if what == "a new welcome":
+        exchange.welcomed((0,) * len(exchange.held), (0,) * len(exchange.held), (0,) * len(exchange.held), 0)
+    else:
+        exchange.asked(question(16))
+        give(exchange)
+    assert not exchange.still_wanted(first)
 
 
 def test_a_stopped_learner_gives_what_it_has_and_then_has_nothing() -> None:
@@ -862,15 +874,6 @@ class Sea:
             if self.streams.get(island.name) == stream and self.core.why_refused(offer) is None:
                 self._offers[asked.fragment, island.name] = units
                 self.dispatch(offer)
-            self.after(self._delay(self.message_s), replied)
-
-        def replied() -> None:
-            if island.stream != stream:
-                self.after(RETRY_S, again)
-
-        def again() -> None:
-            island.exchange.ask_again(asked)
-            self._pump(island)
 
         self.after(self._delay(self.transfer_s), arrived)
 

@@ -1930,3 +1930,15 @@ def test_a_restored_run_does_not_credit_what_an_old_process_gave_to_the_one_that
     # The store keeps a count only for the session that gave it.
     assert [share.session for share in order.shares] == ["first", "first"]
     assert run.core.standing().sessions["a"][0] == "second"
+
+
+def test_a_restored_run_turns_away_one_whose_place_was_taken_though_the_new_one_had_not_begun() -> None:
+    run = running("a", "b", quorum=1)
+    run.report("a", 4), run.report("b", 4)
+    run.give("b", upto=4), run.store()
+    run.join("a", "second")  # it fetches what there is
+    again: Run = run.restored()
+    assert of(Welcome, again.join("a", "first", step=6, tokens=60, held=(0,))) == []
+    [welcome] = of(Welcome, again.join("a", "second"))
+    assert not welcome.resumed
+    assert again.core.tokens == run.core.tokens

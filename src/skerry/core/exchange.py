@@ -6,8 +6,8 @@ Rules:
  1. Progress counts from the version last adopted. Steps and tokens of a fragment start again at every adoption, except
     that "carry" keeps what is not part of the adopted version.
  2. An answer needs a version the syncer still takes (min_base) and at least one step of progress; until then the question
-    stays open. One that can make no progress (it has stopped, or waits) says so. A question is answered once, unless the
-    answer did not get through.
+    stays open. One that can make no progress (it has stopped, or waits) says so. A question is answered once; an answer
+    that did not get through is sent again as it was.
  3. Only the newest version of a fragment is fetched; one that is overtaken is dropped.
  4. Outside lock-step nothing ever waits. In lock-step a fragment due at step t is snapshot at t, adopted at t + τ (or
     just before it is due again, if that is earlier) and not before, and no further step starts without it.
@@ -219,12 +219,9 @@ class Exchange:
         held = self.held[give.question.fragment]
         held.gives = [*held.gives, give.at][-KEPT_GIVES:]
 
-    def ask_again(self, question: Question) -> None:
-        """The answer did not get through. A newer question takes precedence."""
-        held = self.held[question.fragment]
-        if held.question is None and held.answered == question.step:
-            held.answered = None
-            held.question = question
+    def still_wanted(self, question: Question) -> bool:
+        """Whether an answer that did not get through is worth sending again: as it was, for the first may have arrived."""
+        return self.held[question.fragment].answered == question.step
 
     # ------------------------------------------------------------ the training loop
 

@@ -126,7 +126,7 @@ class Standing:
     gone: tuple[str, ...] = ()
     """Those of them that were given up or have left."""
     retired: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Sessions of earlier processes of these names."""
+    """Sessions of earlier processes of these names; also of those that have taken a place and not begun."""
     quarantined: tuple[str, ...] = ()
     sizes: tuple[tuple[float, int] | None, ...] = ()
     """How large contributions to each fragment were lately."""

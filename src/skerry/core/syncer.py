@@ -103,7 +103,8 @@ class SyncerCore:
         for name in standing.gone:
             self.learners[name].phase = "gone"
         for name, sessions in standing.retired.items():
-            self.learners[name].retired.extend(sessions)
+            # Of one that had not begun no more is known than whose place it had taken.
+            self.learners.setdefault(name, LearnerState(name, "", 0, "gone")).retired.extend(sessions)
         for name in standing.quarantined:
             self.learners[name].quarantined, self.learners[name].strikes = True, sync.strikes
         for fragment, sizes in zip(self.fragments, standing.sizes, strict=False):
@@ -132,7 +133,7 @@ class SyncerCore:
             if learner.began
         }
         gone = tuple(name for name in sessions if self.learners[name].phase == "gone")
-        retired = {name: tuple(self.learners[name].retired) for name in sessions if self.learners[name].retired}
+        retired = {learner.name: tuple(learner.retired) for learner in self.learners.values() if learner.retired}
         quarantined = tuple(name for name in sessions if self.learners[name].quarantined)
         sizes = tuple(fragment.sizes.summary() for fragment in self.fragments)
         return Standing(
@@ -302,7 +303,8 @@ class SyncerCore:
                 fragment.round.arrived[old.name] = dataclasses.replace(given, upto=0)
         new.slot = old.slot
         new.retired = old.retired
-        new.retired.append(old.session)
+        if old.session:
+            new.retired.append(old.session)
 
     def _ready(self, event: Ready) -> None:
         learner = self.learners.get(event.name)

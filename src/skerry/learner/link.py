@@ -482,16 +482,21 @@ class Link:
             checksum=crc,
             upto=give.at.steps,
         )
-        try:
-            reply = await lane.upload(header, data, self.count_sent)
-        except WireError as error:
-            log.debug("%s: fragment %d was not sent: %s", self.name, question.fragment, error)
-            self._again(lambda: exchange.ask_again(question))
-            return
-        if not reply.accepted:
-            log.debug("%s: fragment %d was not taken: %s", self.name, question.fragment, reply.reason)
-        if reply.damaged:
-            self._again(lambda: exchange.ask_again(question))
+        while True:
+            try:
+                reply = await lane.upload(header, data, self.count_sent)
+            except WireError as error:
+                log.debug("%s: fragment %d was not sent: %s", self.name, question.fragment, error)
+            else:
+                if not reply.accepted:
+                    log.debug("%s: fragment %d was not taken: %s", self.name, question.fragment, reply.reason)
+                if not reply.damaged:
+                    return
+            await asyncio.sleep(RETRY_TRANSFER_S)
+            # After a new welcome everything is asked anew.
+            with self.changed:
+                if self.lane is not lane or not exchange.still_wanted(question):
+                    return
 
     def count_sent(self, size_bytes: int) -> None:
         self.sent_bytes += size_bytes

@@ -1,0 +1,131 @@
+"""What must hold, whatever happens: looked at as it happens, and once more on the tape when the run has ended."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from google.protobuf.message import Message
+
+from skerry.wire import skerry_pb2 as pb
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class Checks:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._newest = [0] * world.sync.fragments
+        """Of each fragment, what any learner was ever told."""
+        self._checksums: dict[tuple[int, int], int] = {}
+        self._values: dict[tuple[int, int], np.ndarray] = {}
+        self._uploads: dict[tuple[str, int, int], np.ndarray] = {}
+        """(session, fragment, its steps up to then) → what was given."""
+        self._answered: dict[tuple[str, int], int] = {}
+        """(session, fragment) → the round it last answered on its present stream."""
+        self.merges = 0
+        self.history: list[tuple[Any, ...]] = []
+
+    def fail(self, what: str) -> None:
+        self._world.errors.append(what)
+
+    def started(self, server: Any) -> None:
+        for fragment, progress in enumerate(server.core.fragments):
+            if progress.version < self._newest[fragment]:
+                self.fail(f"fragment {fragment}: version {self._newest[fragment]} was announced, {progress.version} is there")
+
+    # ------------------------------------------------------------ as it happens
+
+    def told(self, session: str, message: Message) -> None:
+        if isinstance(message, pb.ToLearner):
+            if message.HasField("announce"):
+                self._announced(message.announce.fragment, message.announce.version)
+            elif message.HasField("welcome"):
+                for fragment, version in enumerate(message.welcome.versions):
+                    self._announced(fragment, version)
+                    self._answered.pop((session, fragment), None)
+            elif message.HasField("ask") and self._answered.get((session, message.ask.fragment)) == message.ask.step:
+                self.fail(
+                    f"round {message.ask.step} of fragment {message.ask.fragment} waits for a second answer of one learner"
+                )
+        elif isinstance(message, pb.BulkToLearner) and message.HasField("fetched") and not message.fetched.reason:
+            self._fetched(message.fetched, message.chunk)
+        elif isinstance(message, pb.BulkToLearner) and message.HasField("reply") and message.reply.accepted:
+            self._answered[session, message.reply.fragment] = message.reply.step
+
+    def _announced(self, fragment: int, version: int) -> None:
+        if version < self._newest[fragment]:
+            self.fail(f"fragment {fragment} was announced at {self._newest[fragment]}, now at {version}")
+        self._newest[fragment] = max(version, self._newest[fragment])
+
+    def _fetched(self, header: pb.Fetched, chunk: bytes) -> None:
+        if header.fragment >= self._world.sync.fragments:
+            return
+        key = (header.fragment, header.version)
+        if self._checksums.setdefault(key, header.checksum) != header.checksum:
+            self.fail(f"version {header.version} of fragment {header.fragment} was another one before")
+        self._values[key] = np.frombuffer(chunk, dtype=np.float32).astype(np.float64)
+
+    def given(self, session: str, message: Message) -> None:
+        if isinstance(message, pb.ToSyncer) and message.HasField("nothing"):
+            self._answered[session, message.nothing.fragment] = message.nothing.step
+        if isinstance(message, pb.BulkToSyncer) and message.HasField("upload"):
+            header = message.upload
+            delta = np.frombuffer(message.chunk, dtype=np.float32).astype(np.float64)
+            self._uploads[session, header.fragment, header.upto] = delta
+
+    # ------------------------------------------------------------ on the tape
+
+    def at_the_end(self, folder: Path) -> None:
+        database = sqlite3.connect(f"{(folder / 'tape.sqlite').resolve().as_uri()}?mode=ro", uri=True)
+        try:
+            rows = database.execute("SELECT data FROM tape WHERE kind = 'merged' ORDER BY seq").fetchall()
+            found = dict(database.execute("SELECT fragment, max(version) FROM versions GROUP BY fragment").fetchall())
+        finally:
+            database.close()
+        merges = [json.loads(data) for (data,) in rows]
+        self.merges = len(merges)
+        self.history = [(merge["fragment"], merge["version"], merge["step"], merge["shares"]) for merge in merges]
+        for fragment, newest in enumerate(self._newest):
+            if found[fragment] < newest:
+                self.fail(f"fragment {fragment}: version {newest} was announced and is lost")
+        numbers: dict[int, int] = defaultdict(int)
+        covered: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+        for merge in merges:
+            fragment = merge["fragment"]
+            numbers[fragment] += 1
+            if merge["version"] != numbers[fragment]:
+                self.fail(f"fragment {fragment}: version {merge['version']} on the tape after {numbers[fragment] - 1}")
+            for share in merge["shares"]:
+                covered[share["session"], fragment].append((share["upto"] - share["steps"], share["upto"]))
+                self._check_share(share)
+            self._check_values(merge)
+        for (session, fragment), spans in covered.items():
+            for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
+                if start < end:
+                    self.fail(f"steps {start + 1} to {end} of session {session} are in fragment {fragment} twice")
+
+    def _check_share(self, share: dict[str, Any]) -> None:
+        from simulation.world import TOKENS
+
+        weight = TOKENS * share["tokens"]  # tokens times tokens per step
+        if share["tokens"] != TOKENS * share["steps"] or share["weight"] != weight:
+            self.fail(f"a wrong weight: {share}")
+
+    def _check_values(self, merge: dict[str, Any]) -> None:
+        """The weighted mean of what was given, in double precision, from the version before."""
+        fragment, version = merge["fragment"], merge["version"]
+        before, after = self._values.get((fragment, version - 1)), self._values.get((fragment, version))
+        deltas = [self._uploads.get((share["session"], fragment, share["upto"])) for share in merge["shares"]]
+        if before is None or after is None or any(delta is None for delta in deltas):
+            return
+        weights = np.array([share["weight"] for share in merge["shares"]])
+        mean = sum(w * d for w, d in zip(weights / weights.sum(), deltas, strict=True) if d is not None)
+        expected = before - merge["outer_lr"] * merge["presence"] * mean
+        if not np.allclose(after, expected, rtol=1e-4, atol=1e-6):
+            self.fail(f"version {version} of fragment {fragment} is not what was merged: {after - expected}")

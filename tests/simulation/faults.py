@@ -1,0 +1,117 @@
+"""Which faults a seed brings, and when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from faulty_disk import CUTS
+
+from simulation.net import NOTICED_S
+from simulation.world import World
+from skerry.config import SyncConfig
+
+
+def settings(chance: random.Random) -> SyncConfig:
+    return SyncConfig(
+        fragments=chance.randint(1, 4),
+        every=chance.choice([4, 6, 9]),
+        overlap=chance.choice([0, 1, 2]),
+        quorum=chance.randint(1, 3),
+        staleness=chance.randint(0, 2),
+        grace=chance.choice([0.0, 0.9]),
+        adopt=chance.choice(["overwrite", "carry"]),
+        merge="mean",
+        outer_lr=chance.choice([0.7, 1.0]),
+        outer_momentum=0.0,
+        send="fp32",
+        start_with=chance.randint(1, 2),
+        silence_s=chance.choice([2.0, 5.0]),
+        budget_tokens=chance.choice([600, 1500]),
+        outlier=0.0,
+    )
+
+
+def simulate(seed: int, root: Path) -> World:
+    chance = random.Random(f"settings {seed}")
+    sync = settings(chance)
+    world = World(seed, sync, chance.randint(2, 4), root)
+    for _ in range(chance.randint(4, 12)):
+        world.loop.call_at(chance.uniform(0.3, 7.0), _happen, chance.choice(KINDS), world)
+    return world.run()
+
+
+def _happen(kind: Callable[[World, random.Random], None], world: World) -> None:
+    if not world.ended:
+        kind(world, world.chance)
+
+
+def _someone(world: World) -> str:
+    return world.chance.choice(sorted(world.islands) or ["nobody"])
+
+
+def cut(world: World, chance: random.Random) -> None:
+    name, method = _someone(world), chance.choice(["control", "bulk", None])
+    island_s, syncer_s = chance.choice(NOTICED_S), chance.choice(NOTICED_S)
+    world.fault(f"{name} is cut off ({method or 'all'}); noticed after {island_s} s there, {syncer_s} s at the syncer")
+    for call in world.net.of(name, method):
+        call.break_off(island_s, syncer_s)
+
+
+def freeze(world: World, chance: random.Random) -> None:
+    name, seconds = _someone(world), chance.choice([0.5, 3.0, 8.0])
+    world.fault(f"{name} freezes for {seconds} s")
+    world.net.held_until[name] = world.loop.time() + seconds
+
+
+def slow_link(world: World, chance: random.Random) -> None:
+    name, times = _someone(world), chance.choice([3.0, 20.0])
+    world.fault(f"the link of {name} is {times} times as slow")
+    world.net.delay_s[name] = times
+    world.loop.call_later(5.0, lambda: world.net.delay_s.pop(name, None))
+
+
+def damage(world: World, chance: random.Random) -> None:
+    world.fault("messages are damaged for a second")
+    world.net.damage = chance.choice([0.02, 0.3])
+    world.loop.call_later(1.0, lambda: setattr(world.net, "damage", 0.0))
+
+
+def kill_island(world: World, chance: random.Random) -> None:
+    name, away_s = _someone(world), chance.choice([0.1, 1.0, 6.0])
+    world.fault(f"{name} is killed and comes back after {away_s} s")
+    world.kill_island(name, away_s)
+
+
+def leave(world: World, chance: random.Random) -> None:
+    name = _someone(world)
+    if name in world.islands and len(world.islands) > 1:
+        world.fault(f"{name} leaves, and another one comes")
+        world.islands[name].wants_to_leave = True
+        world.loop.call_later(2.0, world.start_island, f"island-{len(world.net.hosts)}")
+
+
+def kill_syncer(world: World, chance: random.Random) -> None:
+    what_stays = chance.choice(["kept", "kept", *CUTS])
+    at_call, away_s = chance.choice([0, chance.randint(1, 40)]), chance.choice([0.1, 1.0, 7.0])
+    world.fault(f"the syncer is killed in {at_call} calls to the disk for {away_s} s; of the disk: {what_stays}")
+    world.kill_syncer(what_stays, at_call, away_s)
+
+
+def full_disk(world: World, chance: random.Random) -> None:
+    seconds = chance.choice([0.3, 2.0, 6.0])
+    world.fault(f"the disk is full for {seconds} s")
+    world.disk_full_until = world.loop.time() + seconds
+
+
+def clock_jump(world: World, chance: random.Random) -> None:
+    name, offset_s = chance.choice(["syncer", _someone(world)]), chance.choice([1.0, 20.0])
+    world.fault(f"the clock of {name} jumps by {offset_s} s")
+    island = world.islands.get(name)
+    (island.clock if island is not None else world.syncer_clock).offset_s += offset_s
+
+
+KINDS: list[Callable[[World, random.Random], None]] = [
+    cut, cut, freeze, slow_link, damage, kill_island, leave, kill_syncer, kill_syncer, full_disk, clock_jump,
+]  # fmt: skip

@@ -1,0 +1,222 @@
+"""Streams between islands and the syncer in virtual time. Messages keep their order and take their time; streams break, and one
+end or both may not hear of it for long; messages are damaged; an island's bytes stand still while it is frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from skerry.errors import WireError
+from skerry.wire import skerry_pb2 as pb
+
+NOTICED_S = (0.0, 0.0, 0.05, 1.0, 12.0)
+"""How long after a stream broke one of its ends may go on as if nothing had happened."""
+KINDS: dict[str, tuple[Any, Any]] = {"control": (pb.ToSyncer, pb.ToLearner), "bulk": (pb.BulkToSyncer, pb.BulkToLearner)}
+
+
+class Network:
+    def __init__(self, loop: asyncio.AbstractEventLoop, chance: random.Random) -> None:
+        self.loop = loop
+        self.chance = chance
+        self.server: Any = None
+        """The syncer that listens, if there is one."""
+        self.hosts: dict[str, str] = {}
+        """Address → island."""
+        self.calls: list[Call] = []
+        self.held_until: dict[str, float] = {}
+        self.delay_s: dict[str, float] = {}
+        self.damage = 0.0
+        """Share of messages that arrive as something else."""
+        self.on_down: Callable[[str, Message], None] = lambda session, message: None
+        """What the syncer sends to a session, as it sends it."""
+        self.on_up: Callable[[str, Message], None] = lambda session, message: None
+        """What a session sends, as it arrives."""
+
+    def delay(self, island: str) -> float:
+        return self.chance.choice([0.001, 0.003, 0.003, 0.01, 0.05]) * self.delay_s.get(island, 1.0)
+
+    # ------------------------------------------------------------ what stands in for gRPC
+
+    def open_channel(self, address: str, tls: object) -> Channel:
+        return Channel(self, self.hosts[address])
+
+    def listen(self, server: Any) -> None:
+        self.server = server
+
+    def stop_listening(self, server: Any) -> None:
+        if self.server is server:
+            self.server = None
+
+    # ------------------------------------------------------------ faults
+
+    def of(self, island: str, method: str | None = None) -> list[Call]:
+        return [call for call in self.calls if call.island == island and method in (None, call.method)]
+
+    def syncer_gone(self, server: Any) -> None:
+        self.stop_listening(server)
+        for call in [call for call in self.calls if call.server is server]:
+            call.end_handler()
+            call.break_off(self.chance.choice(NOTICED_S), 0.0)
+
+
+class Channel:
+    def __init__(self, net: Network, island: str) -> None:
+        self.net, self.island = net, island
+        self._calls: list[Call] = []
+
+    async def __aenter__(self) -> Channel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for call in self._calls:
+            call.cancel()
+
+    def open(self, method: str) -> Call:
+        call = Call(self.net, self.island, method)
+        self._calls.append(call)
+        return call
+
+
+class Stub:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def describe(self, request: pb.DescribeRequest, timeout: float) -> pb.RunDescription:
+        net = self._channel.net
+        await asyncio.sleep(net.delay(self._channel.island))
+        if net.server is None:
+            raise WireError("unavailable: nobody listens")
+        found: pb.RunDescription = await net.server.describe(request, None)
+        return found
+
+    def control(self) -> Call:
+        return self._channel.open("control")
+
+    def bulk(self) -> Call:
+        return self._channel.open("bulk")
+
+
+class _Context:
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    async def write(self, message: Message) -> None:
+        await asyncio.sleep(0)
+        self._call.pass_on("down", message)
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise WireError(f"{code.name.lower()}: {details}")
+
+
+class Call:
+    """One stream. The island's end reads, writes and cancels it as it would a call of gRPC."""
+
+    def __init__(self, net: Network, island: str, method: str) -> None:
+        self.net, self.island, self.method = net, island, method
+        self.server = net.server
+        self._up: asyncio.Queue[Any] = asyncio.Queue()
+        self._down: asyncio.Queue[Any] = asyncio.Queue()
+        self._arrival = {"up": 0.0, "down": 0.0}
+        self._session = ""
+        self._broken = False
+        self._over = False
+        """The island's end knows that it is."""
+        self._handler: asyncio.Task[None] | None = None
+        if self.server is None:
+            self._over = True
+            self._down.put_nowait(WireError("unavailable: nobody listens"))
+            return
+        net.calls.append(self)
+        self._handler = net.loop.create_task(self._serve())
+
+    # ------------------------------------------------------------ the island's end
+
+    async def write(self, message: Message) -> None:
+        if self._over:
+            raise WireError("unavailable: the stream is over")
+        await asyncio.sleep(0)
+        if message.HasField("hello"):  # type: ignore[call-arg]
+            self._session = message.hello.session  # type: ignore[attr-defined]
+        self.pass_on("up", message)
+
+    async def read(self) -> Any:
+        found = await self._down.get()
+        if isinstance(found, WireError):
+            self._over = True
+            raise found
+        return found
+
+    def cancel(self) -> None:
+        if not self._over:
+            self._down.put_nowait(WireError("cancelled: here"))
+            self.break_off(0.0, self.net.chance.choice(NOTICED_S[:4]))
+
+    # ------------------------------------------------------------ the syncer's end
+
+    async def _serve(self) -> None:
+        end: Any = grpc.aio.EOF
+        try:
+            if self.method == "control":
+                async with contextlib.aclosing(self.server.control(self._incoming(), None)) as answers:
+                    async for message in answers:
+                        self.pass_on("down", message)
+            else:
+                await self.server.bulk(self._incoming(), _Context(self))
+        except WireError as error:
+            end = error
+        finally:
+            self._at("down", lambda: None if self._broken else self._down.put_nowait(end))
+
+    async def _incoming(self) -> AsyncIterator[Any]:
+        while True:
+            yield await self._up.get()
+
+    def end_handler(self) -> None:
+        if self._handler is not None:
+            self._handler.cancel()
+
+    # ------------------------------------------------------------ the way between
+
+    def _at(self, way: str, act: Callable[[], object]) -> None:
+        now = self.net.loop.time()
+        held = self.net.held_until.get(self.island, 0.0)
+        at = max(now + self.net.delay(self.island), self._arrival[way] + 1e-6, held)  # the loop may turn equal times around
+        self._arrival[way] = at
+        self.net.loop.call_at(at, act)
+
+    def pass_on(self, way: str, message: Message) -> None:
+        if way == "down":
+            self.net.on_down(self._session, message)
+        kind = KINDS[self.method][way == "down"]
+        data = message.SerializeToString()
+        if self.net.damage and self.net.chance.random() < self.net.damage:
+            data = b"\xff\xff\xff"
+
+        def arrive() -> None:
+            if self._broken:
+                return
+            try:
+                arrived = kind.FromString(data)
+            except DecodeError:
+                arrived = None
+            if way == "up" and arrived is not None:
+                self.net.on_up(self._session, arrived)
+            (self._down if way == "down" else self._up).put_nowait(arrived)
+
+        self._at(way, arrive)
+
+    def break_off(self, island_notices_s: float, syncer_notices_s: float) -> None:
+        """Nothing comes through any more. When either end hears of it is another matter."""
+        if self._broken:
+            return
+        self._broken = True
+        if self in self.net.calls:
+            self.net.calls.remove(self)
+        self.net.loop.call_later(syncer_notices_s, self.end_handler)
+        self.net.loop.call_later(island_notices_s, lambda: self._down.put_nowait(WireError("unavailable: it broke")))

@@ -1,0 +1,381 @@
+"""The run: one syncer process after the other on what the disk kept, and islands that come, train, go and die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+from uuid import UUID
+
+import torch
+from faulty_disk import Cut, FaultyDisk, Folder, scan
+from torch import nn
+
+import skerry
+from simulation.checks import Checks
+from simulation.loop import Stuck, VirtualLoop
+from simulation.net import NOTICED_S, Network, Stub
+from skerry.clock import VirtualClock
+from skerry.config import SyncConfig
+from skerry.errors import SkerryError, WireError
+from skerry.learner import link as links
+from skerry.learner.learner import Learner, adopt_ready
+from skerry.syncer import server as servers
+from skerry.syncer.store import RunStore
+
+TOKENS = 10
+"""Of one inner step."""
+LR = 1e-2
+START_UP_S = 0.4
+ALONE_S = 600.0
+TIME_S = 2_000.0
+"""No run takes longer, whatever happens to it."""
+
+
+class OffsetClock:
+    """The clock of one process, which may be set wrong."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self.offset_s = 0.0
+
+    def now(self) -> float:
+        return self._clock.now() + self.offset_s
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+
+
+class SyncerLife:
+    """A syncer process, from its start to its death or to the end of the run."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.folder = world, folder
+        self.server: Any = None
+        self.alive = True
+        self.task = world.loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        world = self.world
+        await asyncio.sleep(START_UP_S)
+        if not self.alive:
+            return
+        try:
+            store = RunStore(self.folder)
+            ended = await servers.run_syncer(store, "127.0.0.1:1", None, on_listening=lambda port: None)
+        except SkerryError as error:
+            if self.alive:  # a full disk, for instance; it is started again
+                world.note(f"the syncer gave up: {error}")
+                world.syncer_died(self, "kept")
+            return
+        except asyncio.CancelledError:
+            return
+        if self.alive and ended:
+            world.ended = True
+
+    def die(self) -> None:
+        """As by kill -9: nothing it does from here on has any effect."""
+        self.alive = False
+        if self.server is not None:
+            self.world.net.syncer_gone(self.server)
+        self.world.loop.call_soon(self.task.cancel)
+
+
+class Island:
+    """A learner's process."""
+
+    def __init__(self, world: World, name: str, number: int) -> None:
+        self.world, self.name = world, name
+        self.address = f"127.0.0.1:{number + 1}"
+        world.net.hosts[self.address] = name
+        self.clock = OffsetClock(world.clock)
+        self.step_s = world.chance.choice([0.08, 0.12, 0.2, 0.6])
+        self.learner: Learner | None = None
+        self.link: Any = None
+        self.wants_to_leave = False
+        self.alive = True
+        self.task = world.loop.create_task(self._live())
+
+    async def _live(self) -> None:
+        world = self.world
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        link = self.link = links.Link(self.address, model, self.name, None, self.clock)
+        try:
+            link.start()
+            while not (link.fixed_loaded and link.exchange is not None and link.exchange.phase == "training"):
+                if link.failure is not None or link.goodbye is not None:
+                    return
+                adopt_ready(link)
+                await asyncio.sleep(0.1)
+            learner = self.learner = Learner(link, [optimizer], TOKENS, self.clock)
+            learner.recover(None)
+            while not learner.finished and not self.wants_to_leave:
+                await asyncio.sleep(self.step_s * world.chance.uniform(0.9, 1.1))
+                await self._thawed()
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, world.chance.choice([-1.0, 1.0]))
+                optimizer.step()
+            await self._leave(learner)
+            if link.failure is not None:
+                world.note(f"{self.name} was put out: {link.failure}")
+        finally:
+            if link._main is not None:
+                link._main.cancel()
+
+    async def _leave(self, learner: Learner) -> None:
+        """As Learner.leave does it, without waiting in this thread."""
+        link = self.link
+        for handle in learner._handles:
+            handle.remove()
+        with link.changed:
+            learner._exchange.stop()
+        await asyncio.sleep(self.world.chance.choice([0.0, 0.01, 0.3]))  # its optimizer's state is written meanwhile
+        link.leave()
+        while link.goodbye is None and link.failure is None:
+            learner._adopt_ready()
+            link.wake()
+            await asyncio.sleep(0.1)
+            await self._thawed()
+
+    async def _thawed(self) -> None:
+        while (left := self.world.net.held_until.get(self.name, 0.0) - self.world.loop.time()) > 0:
+            await asyncio.sleep(left)
+
+    def die(self) -> None:
+        self.alive = False
+        for call in self.world.net.of(self.name):
+            call.break_off(0.0, self.world.chance.choice(NOTICED_S))
+        if self.link is not None:
+            self.link._closing = True
+        self.task.cancel()
+
+
+class World:
+    def __init__(self, seed: int, sync: SyncConfig, islands: int, root: Path) -> None:
+        self.seed, self.sync, self.root = seed, sync, root
+        self.chance = random.Random(seed)
+        self.clock = VirtualClock()
+        self.syncer_clock = OffsetClock(self.clock)
+        self.loop = VirtualLoop(self.clock, self.chance)
+        self.net = Network(self.loop, self.chance)
+        self.notes: list[str] = []
+        self.faults = 0
+        self.ended = False
+        self.errors: list[str] = []
+        self.loop.set_exception_handler(self._unhandled)
+        skerry.create(root / "life-0", small(), sync)
+        self.disk = FaultyDisk(root)
+        self.disk.leave = lambda status: None
+        self.disk.full = self._refuses
+        self.disk_full_until = 0.0
+        self._lives = 0
+        self._dead: set[str] = set()
+        self.checks = Checks(self)
+        self.net.on_down = self.checks.told
+        self.net.on_up = self.checks.given
+        self._count = islands
+        self.islands: dict[str, Island] = {}
+        self.life: SyncerLife | None = None
+
+    def note(self, text: str) -> None:
+        self.notes.append(f"{self.clock.now():9.3f} {text}")
+
+    def fault(self, text: str) -> None:
+        self.faults += 1
+        self.note(text)
+
+    def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.errors.append(f"{context['message']}: {context.get('exception')!r}")
+
+    # ------------------------------------------------------------ the syncer and its disk
+
+    def _refuses(self, what: str, path: str) -> bool:
+        name = Path(path).relative_to(self.disk.root).parts
+        if name and name[0] in self._dead:
+            return True
+        return self.clock.now() < self.disk_full_until and "write" in what
+
+    def start_syncer(self) -> None:
+        self.life = SyncerLife(self, self.root / f"life-{self._lives}")
+
+    def syncer_died(self, life: SyncerLife, what_stays: Literal["kept"] | Cut, away_s: float = 0.5) -> None:
+        """The process is gone, and with a power cut what was not synced may be gone as well. Another one is started."""
+        if not life.alive:
+            return
+        self.disk.at, self.disk.until = 0, -1
+        name = life.folder.name
+        self._dead.add(name)
+        life.die()
+        self._lives += 1
+        target = self.root / f"life-{self._lives}"
+        model = self.disk.state.now[name]
+        assert isinstance(model, Folder)
+        if what_stays == "kept":
+            ignored = shutil.ignore_patterns("*-shm", "lock")
+            with self.real_calls():
+                shutil.copytree(life.folder, target, ignore=ignored)
+            copied: Folder = copy.deepcopy(model)
+            copied.synced = {each: what for each, what in copied.synced.items() if not _of_a_process(each)}
+            copied.changes = [(each, what) for each, what in copied.changes if not _of_a_process(each)]
+        else:
+            with self.real_calls():
+                model.write_out(target, what_stays, self.chance)
+                copied = scan(target)
+        self.disk.state.synced[target.name] = copied
+        self.loop.call_later(away_s, self.start_syncer)
+
+    @contextlib.contextmanager
+    def real_calls(self) -> Iterator[None]:
+        """What the simulation itself does to files is not part of it."""
+        mine = {name: getattr(os, name) for name in self.disk._real}
+        for name, real in self.disk._real.items():
+            setattr(os, name, real)
+        try:
+            yield
+        finally:
+            for name, patched in mine.items():
+                setattr(os, name, patched)
+
+    def kill_syncer(self, what_stays: Literal["kept"] | Cut, at_call: int, away_s: float) -> None:
+        """At once, or at one of the next calls to the disk."""
+        life = self.life
+        if life is None or not life.alive or life.server is None:
+            return
+        if at_call == 0:
+            self.syncer_died(life, what_stays, away_s)
+            return
+
+        def last_words() -> None:
+            self._dead.add(life.folder.name)
+            self.loop.call_soon(self.syncer_died, life, what_stays, away_s)
+
+        self.disk.die_at(self.disk.calls + at_call, last_words)
+
+    # ------------------------------------------------------------ islands
+
+    def start_island(self, name: str) -> None:
+        if not self.ended:
+            self.islands[name] = Island(self, name, len(self.net.hosts))
+
+    def kill_island(self, name: str, away_s: float) -> None:
+        island = self.islands.get(name)
+        if island is not None and island.alive:
+            island.die()
+            self.loop.call_later(away_s, self.start_island, name)
+
+    # ------------------------------------------------------------ from beginning to end
+
+    async def _main(self) -> None:
+        self.start_syncer()
+        for number in range(self._count):
+            self.loop.call_later(self.chance.uniform(0.0, 1.0), self.start_island, f"island-{number}")
+        while not self.ended:
+            await asyncio.sleep(0.5)
+            if self.loop.time() > TIME_S:
+                raise Stuck(f"the run has not ended after {TIME_S:.0f} s")
+            if self.errors:
+                return
+        # Those who are left hear of the end, or stop by themselves when they have done all that was left to do.
+        deadline = self.loop.time() + ALONE_S
+        while any(island.alive and island.learner and not island.learner.finished for island in self.islands.values()):
+            await asyncio.sleep(1.0)
+            if self.loop.time() > deadline:
+                raise Stuck(f"an island trains on {ALONE_S:.0f} s after the end of the run")
+
+    def run(self) -> World:
+        try:
+            with _in_place_of_the_real(self), self.disk.installed():
+                asyncio.set_event_loop(self.loop)
+                try:
+                    self.loop.run_until_complete(self._main())
+                    assert self.life is not None
+                    self.checks.at_the_end(self.life.folder)
+                finally:
+                    self._cancel_all()
+        finally:
+            asyncio.set_event_loop(None)
+            self.loop.close()
+        assert not self.errors, "\n".join(self.errors)
+        return self
+
+    def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+
+def _of_a_process(name: str) -> bool:
+    """Files that mean nothing once the process that made them is gone."""
+    return name == "lock" or name.endswith("-shm")
+
+
+class _NoWorkers:
+    """In place of the link's threads; the loop does their work."""
+
+    def __init__(self, count: int, name: str) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+class _Listening:
+    def __init__(self, net: Network, server: Any) -> None:
+        self._net, self._server = net, server
+
+    async def stop(self, grace: float) -> None:
+        self._net.syncer_gone(self._server)
+
+
+@contextlib.contextmanager
+def _in_place_of_the_real(world: World) -> Iterator[None]:
+    """Only what touches the network, threads, time and chance is replaced."""
+
+    async def serve(server: Any, address: str, tls: object) -> tuple[_Listening, int]:
+        assert world.life is not None
+        world.life.server = server
+        world.checks.started(server)
+        world.net.listen(server)
+        return _Listening(world.net, server), 1
+
+    def nobody_gives(link: Any) -> list[bytes]:
+        raise WireError("not in a simulation: it would wait in this thread")
+
+    numbers = random.Random(world.seed)
+    random_state = random.getstate()
+    random.seed(world.seed)
+    replaced: list[tuple[Any, str, Any]] = [
+        (links, "open_channel", world.net.open_channel),
+        (links, "SyncerStub", Stub),
+        (links, "shared_loop", lambda: world.loop),
+        (links, "DaemonWorkers", _NoWorkers),
+        (links.Link, "fetch_state", nobody_gives),
+        (servers.SyncerServer, "serve", serve),
+        (servers, "SystemClock", lambda: world.syncer_clock),
+        (links, "uuid", SimpleNamespace(uuid4=lambda: UUID(int=numbers.getrandbits(128)))),
+    ]
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    quiet = logging.getLogger("skerry")
+    level = quiet.level
+    quiet.setLevel(logging.CRITICAL)
+    for owner, name, mine in replaced:
+        setattr(owner, name, mine)
+    try:
+        yield
+    finally:
+        for owner, name, real in saved:
+            setattr(owner, name, real)
+        quiet.setLevel(level)
+        random.setstate(random_state)

@@ -1,0 +1,109 @@
+"""Whole runs from seeds, with faults of every kind (tests/simulation); and that broken rules would be found."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulation.faults import simulate
+from simulation.world import World
+
+from skerry.core import merge as mergers
+from skerry.core import syncer as cores
+from skerry.core.exchange import Exchange, Mark, Version
+from skerry.syncer import run_folder
+from skerry.syncer.tape import Tape
+
+SEEDS = 60
+"""CI runs a thousand: make dst."""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that is fast to write, where there is one."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+def run_seed(seed: int, place: Path) -> World:
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        return simulate(seed, Path(folder))
+
+
+def test_no_rule_is_broken_whatever_happens(place: Path) -> None:
+    worlds = [run_seed(seed, place) for seed in range(SEEDS)]
+    assert sum(world.faults for world in worlds) > 5 * SEEDS and sum(world.checks.merges for world in worlds) > 8 * SEEDS
+
+
+def test_a_seed_gives_the_same_run_again(place: Path) -> None:
+    for seed in range(5):
+        first, second = run_seed(seed, place), run_seed(seed, place)
+        assert (first.notes, first.checks.history) == (second.notes, second.checks.history)
+        assert first.clock.now() == second.clock.now() and first.checks.history
+
+
+# ---------------------------------------------------------------- faults planted on purpose
+
+
+def announced_before_it_is_stored(patch: pytest.MonkeyPatch) -> None:
+    commit = Tape.commit
+
+    async def later(tape: Tape, written: Any) -> None:
+        asyncio.get_running_loop().call_later(0.2, lambda: asyncio.ensure_future(commit(tape, written)))
+
+    patch.setattr(Tape, "commit", later)
+
+
+def written_without_being_synced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(run_folder, "write_durably", lambda path, data: Path(path).write_bytes(data))
+
+
+def a_counter_is_not_reset(patch: pytest.MonkeyPatch) -> None:
+    adopted = Exchange.adopted
+
+    def forgetful(exchange: Exchange, version: Version) -> None:
+        before: Mark = exchange.held[version.fragment].since
+        adopted(exchange, version)
+        exchange.held[version.fragment].since = before
+
+    patch.setattr(Exchange, "adopted", forgetful)
+
+
+def contributions_count_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cores.SyncerCore, "_min_base", lambda core, name, fragment: max(0, fragment.version - core.sync.staleness))
+
+
+def a_wrong_weight(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cores.merging, "weight", lambda tokens, steps: float(tokens))
+
+
+def a_share_is_left_out(patch: pytest.MonkeyPatch) -> None:
+    mean = mergers.mean
+    patch.setattr(mergers, "mean", lambda deltas, weights: mean(deltas[:1], weights[:1]))
+
+
+PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    announced_before_it_is_stored: "was announced",
+    written_without_being_synced: "has not ended|lost|another one before",
+    a_counter_is_not_reset: "twice",
+    contributions_count_again: "twice",
+    a_wrong_weight: "a wrong weight",
+    a_share_is_left_out: "is not what was merged",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=[plant.__name__ for plant in PLANTED])
+def test_a_fault_that_was_planted_is_found(plant: Callable[[pytest.MonkeyPatch], None], place: Path, monkeypatch) -> None:
+    plant(monkeypatch)
+
+    def runs() -> None:
+        for seed in range(SEEDS):
+            run_seed(seed, place)
+
+    with pytest.raises(AssertionError, match=PLANTED[plant]):
+        runs()
