@@ -356,8 +356,9 @@ def test_faults_can_be_asked_for_on_the_command_line_while_a_run_goes_on(run: Ru
         assert found.returncode == 2 and message in found.stderr and found.stderr.count("\n") == 1
 
 
-def test_corrupted_bytes_break_connections_and_nothing_else(run: Run) -> None:
-    words = "corrupt island-2 300bytes down for 2s"
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_corrupted_bytes_break_connections_and_nothing_else(run: Run, way: str) -> None:
+    words = f"corrupt island-2 300bytes {way} for 2s"
     fault = run.suffer(words)
     run.event(fault, "disconnected", "island-2")
     healed = run.event(fault, "healed", "island-2", words)

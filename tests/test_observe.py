@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -130,6 +131,25 @@ def test_a_file_that_is_missing_damaged_or_replaced_is_read_as_far_as_it_goes(tm
     assert tail.read() == [{"at": 1, "kind": "a"}, {"at": 2, "kind": "b", "v": None}]
     path.write_bytes(b'{"at":4,"kind":"c"}\n')
     assert tail.read() == [{"at": 4, "kind": "c"}]
+
+
+def test_a_writer_begins_on_a_full_disk_that_tore_the_last_line(tmp_path: Path, monkeypatch) -> None:
+    """A syncer that is started again there must start: its islands wait for it, not for the diary."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"at":1,"kind":"run"}\n{"at":2,"ki')
+    write = os.write
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    writer = MetricsWriter(path)
+    with pytest.raises(StoreError, match="No space left"):
+        writer.write("run", step=3)
+    monkeypatch.setattr(os, "write", write)
+    writer.write("run", step=4)
+    writer.close()
+    assert [record.get("step") for record in MetricsTail(path).read()] == [None, 4]
 
 
 def test_a_new_writer_does_not_lose_its_first_record_to_a_torn_line(tmp_path: Path) -> None:

@@ -32,19 +32,19 @@ class MetricsWriter:
         self._torn = False
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
-            self._end_torn_line()
+            self._torn = self._ends_torn()
         except OSError as error:
             self.close()
             raise StoreError(f"{self.path} cannot be written: {error.strerror}") from error
 
-    def _end_torn_line(self) -> None:
-        # A machine that went down can leave half a line, which would swallow the first record written now. If the line
-        # is merely being written by someone else, this newline lands behind it, and readers skip empty lines.
+    def _ends_torn(self) -> bool:
+        """A machine that went down, or a full disk, can leave half a line, which would swallow the first record written now.
+        If it is merely being written by someone else, that record begins a line too far, and readers skip empty ones."""
         size = os.fstat(self._fd).st_size
-        if size > 0:
-            os.lseek(self._fd, size - 1, os.SEEK_SET)
-            if os.read(self._fd, 1) != b"\n":
-                os.write(self._fd, b"\n")
+        if size == 0:
+            return False
+        os.lseek(self._fd, size - 1, os.SEEK_SET)
+        return os.read(self._fd, 1) != b"\n"
 
     def write(self, kind: str, **fields: object) -> None:
         """Append one record. Numbers that JSON lacks (NaN, infinities) become null; a field `at` replaces the time."""

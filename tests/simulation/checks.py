@@ -16,6 +16,9 @@ from skerry.wire import skerry_pb2 as pb
 if TYPE_CHECKING:
     from simulation.world import World
 
+TOKENS = 10
+"""Of one inner step."""
+
 
 class Checks:
     def __init__(self, world: World) -> None:
@@ -111,8 +114,6 @@ class Checks:
                     self.fail(f"steps {start + 1} to {end} of session {session} are in fragment {fragment} twice")
 
     def _check_share(self, share: dict[str, Any]) -> None:
-        from simulation.world import TOKENS
-
         weight = TOKENS * share["tokens"]  # tokens times tokens per step
         if share["tokens"] != TOKENS * share["steps"] or share["weight"] != weight:
             self.fail(f"a wrong weight: {share}")

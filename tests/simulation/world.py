@@ -20,7 +20,7 @@ from faulty_disk import Cut, FaultyDisk, Folder, scan
 from torch import nn
 
 import skerry
-from simulation.checks import Checks
+from simulation.checks import TOKENS, Checks
 from simulation.loop import Stuck, VirtualLoop
 from simulation.net import NOTICED_S, Network, Stub
 from skerry.clock import VirtualClock
@@ -31,8 +31,6 @@ from skerry.learner.learner import Learner, adopt_ready
 from skerry.syncer import server as servers
 from skerry.syncer.store import RunStore
 
-TOKENS = 10
-"""Of one inner step."""
 LR = 1e-2
 START_UP_S = 0.4
 ALONE_S = 600.0

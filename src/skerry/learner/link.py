@@ -273,11 +273,7 @@ class Link:
         exchange = self.exchange
         assert exchange is not None
         kind = message.WhichOneof("message")
-        named = [message.ask.fragment] * (kind == "ask") + [message.announce.fragment] * (kind == "announce")
-        if any(fragment >= len(exchange.held) for fragment in named):
-            raise WireError(f"the syncer speaks of fragment {named[0]}, but there are {len(exchange.held)}")
-        if kind == "welcome" and len(message.welcome.versions) != len(exchange.held):
-            raise WireError(f"the syncer has {len(message.welcome.versions)} fragments, this learner {len(exchange.held)}")
+        _check_fragments(message, len(exchange.held))
         with self.changed:
             if kind == "welcome":
                 welcome = message.welcome
@@ -584,3 +580,13 @@ class Link:
             self.fixed_loaded = True
             self.changed.notify_all()
         self._pump()
+
+
+def _check_fragments(message: pb.ToLearner, fragments: int) -> None:
+    """A syncer of this run speaks of its fragments only; in plain text a message may be damaged and still be one."""
+    kind = message.WhichOneof("message")
+    if kind == "welcome" and len(message.welcome.versions) != fragments:
+        raise WireError(f"the syncer has {len(message.welcome.versions)} fragments, this learner {fragments}")
+    named = message.ask.fragment if kind == "ask" else message.announce.fragment if kind == "announce" else 0
+    if named >= fragments:
+        raise WireError(f"the syncer speaks of fragment {named}, but there are {fragments}")
