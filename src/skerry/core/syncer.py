@@ -167,6 +167,11 @@ class SyncerCore:
         ]
         return max(healthy, key=lambda learner: (learner.step, learner.name)).name if healthy else None
 
+    def is_asked(self, ask: Ask) -> bool:
+        """Whether the answer to this question is still waited for."""
+        gathering = self.fragments[ask.fragment].round
+        return gathering is not None and gathering.step == ask.step and ask.name in gathering.missing
+
     def why_refused(self, offer: Contributed) -> str | None:
         """Why this contribution cannot be taken, or None. Asked before the bytes are read, and again when they are in."""
         if not 0 <= offer.fragment < len(self.fragments):

@@ -96,6 +96,9 @@ class SyncerServer:
         self._working: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
         self._closing = False
+        self._end_is_written = self.core.phase in ("closing", "ended")
+        self._held: list[m.Action] | None = None
+        """What waits until it is written that the run closes."""
         self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
         if self.core.phase == "ended":
             self.ended.set()
@@ -112,22 +115,25 @@ class SyncerServer:
             raise
 
     def _perform_all(self, actions: list[m.Action]) -> None:
-        ending = any(isinstance(action, m.StopTraining) for action in actions)
+        if any(isinstance(action, m.StopTraining) for action in actions) and not self._end_is_written and self._held is None:
+            self._held = []
+            self._begin(self._write_the_end())
         for action in actions:
-            if not (ending and isinstance(action, (m.StopTraining, m.Goodbye, m.Ask))):
+            if self._held is not None and _tells_of_the_end(action):
+                self._held.append(action)
+            else:
                 self._perform(action)
-        if ending:
-            self._begin(self._stop_learners(actions))
 
-    async def _stop_learners(self, actions: list[m.Action]) -> None:
+    async def _write_the_end(self) -> None:
         """That the run closes is told to learners once it is written down: they stop for good, and a syncer that is started
-        again must know why."""
+        again must know why. What they would be told meanwhile waits, in its order."""
         while not await self._tape.flush():
             if self._closing:
                 return
             await asyncio.sleep(RETRY_FLUSH_S)
-        for action in actions:
-            if isinstance(action, (m.StopTraining, m.Goodbye, m.Ask)):
+        held, self._held, self._end_is_written = self._held or [], None, True
+        for action in held:
+            if not isinstance(action, m.Ask) or self.core.is_asked(action):
                 self._perform(action)
 
     def _perform(self, action: m.Action) -> None:
@@ -435,6 +441,11 @@ class SyncerServer:
 
     def _write_summary(self) -> None:
         self._diary.summary(self.core, {name: connection.vitals for name, connection in self._connections.items()})
+
+
+def _tells_of_the_end(action: m.Action) -> bool:
+    """A question as well, for what is asked of one that trains on is another thing."""
+    return isinstance(action, (m.StopTraining, m.Ask)) or (isinstance(action, m.Goodbye) and action.reason == m.OVER)
 
 
 def _plausible(report: pb.Report, step_before: int) -> bool:
