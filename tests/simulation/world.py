@@ -297,8 +297,7 @@ class World:
                 asyncio.set_event_loop(self.loop)
                 try:
                     self.loop.run_until_complete(self._main())
-                    assert self.life is not None
-                    self.checks.at_the_end(self.life.folder)
+                    self.checks.at_the_end(self.root / f"life-{self._lives}")
                 finally:
                     self._cancel_all()
         finally:
