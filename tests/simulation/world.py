@@ -297,6 +297,7 @@ class World:
                 asyncio.set_event_loop(self.loop)
                 try:
                     self.loop.run_until_complete(self._main())
+                    self.disk.at, self.disk.until, self.disk_full_until = 0, -1, 0.0
                     self.checks.at_the_end(self.root / f"life-{self._lives}")
                 finally:
                     self._cancel_all()
