@@ -128,23 +128,15 @@ def test_a_learner_whose_stream_stands_but_is_of_no_use_comes_back(run, monkeypa
     learner.detach()
 
 
-def test_a_description_that_is_damaged_on_its_way_is_asked_for_again(run) -> None:
+@pytest.mark.parametrize("what", ["the description", "the hello"])
+def test_what_is_damaged_on_its_way_before_one_has_joined_is_said_again(run, what: str) -> None:
     folder, relay, address = run
-    relay.down["Describe"] = once(lambda message: GARBAGE)
+    changes, end = (relay.down, "Describe") if what == "the description" else (relay.up, "Control")
+    changes[end] = once(lambda message: GARBAGE)
     model = small_model()
     learner = skerry.join(address, model, torch.optim.SGD(model.parameters(), lr=0.1), name="island", timeout_s=30)
-    poll(lambda: joins(folder) == [False], "the tape to say so")
-    learner.detach()
-
-
-def test_a_hello_that_is_damaged_on_its_way_is_sent_again(run) -> None:
-    folder, relay, address = run
-    relay.up["Control"] = once(lambda message: GARBAGE)
-    model = small_model()
-    learner = skerry.join(address, model, torch.optim.SGD(model.parameters(), lr=0.1), name="island", timeout_s=30)
-    poll(lambda: tape(folder, "refused"), "the tape to say so")
-    assert joins(folder) == [False]
-    assert [entry["reason"] for entry in tape(folder, "refused")] == ["a control stream without a hello"]
+    refused = ["a control stream without a hello"] if what == "the hello" else []
+    poll(lambda: [entry["reason"] for entry in tape(folder, "refused")] == refused and joins(folder) == [False], "the tape")
     learner.detach()
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from islands import poll, tape
 
 from skerry.config import Config, ModelConfig, load
 from skerry.launch.local import create_job
 from skerry.models.gpt import build_gpt
 from skerry.syncer.run_folder import read_model
+from skerry.train import island as island_module
+from skerry.train.job import lr_factor
 from skerry.train.validate import save_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +97,74 @@ def test_parts_started_by_hand_make_a_run(tmp_path: Path) -> None:
         assert "the run has ended" in syncer.stdout.read()
     exported = skerry("export", str(run), str(tmp_path / "model.safetensors"))
     assert exported.returncode == 0 and (tmp_path / "model.safetensors").stat().st_size > 0
+
+
+def test_a_learner_that_is_told_to_terminate_hands_over_what_it_has_and_the_other_goes_on(tmp_path: Path) -> None:
+    """A preemption notice."""
+    job, run = tmp_path / "job.toml", tmp_path / "run"
+    job.write_text(
+        "begin_share = 0.0\n[model]\nlayers = 1\nwidth = 32\nheads = 2\ncontext = 32\n"
+        "[train]\ntokens = 1_000_000_000\nbatch = 4\n[sync]\nfragments = 3\nevery = 100\n[islands]\ncount = 2\n"
+    )
+    assert skerry("create", str(job), str(run)).returncode == 0
+    command = [sys.executable, "-m", "skerry", "syncer", str(run), "--address", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as syncer:
+        assert syncer.stdout is not None
+        address = syncer.stdout.readline().split()[-1]
+        east, west = (
+            subprocess.Popen(
+                [sys.executable, "-m", "skerry", "learner", address, "--name", name, "--threads", "1"],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for name in ("east", "west")
+        )
+
+        def merged(name: str) -> list[int]:
+            """Up to which of its own steps."""
+            shares = [share for entry in tape(run, "merged") for share in entry["shares"]]
+            return [share["upto"] for share in shares if share["name"] == name]
+
+        poll(lambda: merged("west"), "west to be merged", timeout_s=90)
+        west.terminate()
+        said = west.communicate(timeout=60)[1]
+        assert west.returncode == 0
+        assert f"west left at step {max(merged('west'))}\n" in said, "its last step is part of the model"
+        for what in ("leaving", "left"):
+            assert [entry["learner"] for entry in tape(run, what)] == ["west"]
+        before = len(merged("east"))
+        poll(lambda: len(merged("east")) > before, "east to go on")
+        assert skerry("close", address).returncode == 0
+        east.communicate(timeout=60)
+        assert east.returncode == 0 and syncer.wait(30) == 0
+
+
+@pytest.mark.parametrize("state", ["cold", "peer"])
+def test_an_island_with_a_cold_optimizer_warms_up(state: str, monkeypatch) -> None:
+    """Only the first steps of run_island are looked at, so what it trains and what it joins are not real."""
+    rates: list[float] = []
+    learner = SimpleNamespace(slot=0, step=400, optimizer_state=state, progress=0.5, quarantined=False, name="island")
+    learner.finished = False
+    learner.report = lambda loss: None
+    learner.leave = lambda timeout_s=60.0: None
+    config = Config().resolved()
+
+    def apply() -> None:
+        learner.finished = len(rates) == 30
+
+    job = SimpleNamespace(model=None, optimizers=[], step_tokens=1, device="cpu", set_lr=rates.append, apply=apply)
+    job.batch = lambda step, slot: ()
+    job.backward = lambda: 1.0
+    monkeypatch.setattr(island_module, "build_job", lambda config: job)
+    monkeypatch.setattr(island_module, "join", lambda *arguments, **options: learner)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        island_module.run_island("127.0.0.1:1", "island", config)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    usual = lr_factor(0.5, config.train)
+    shares = [min(1.0, n / 20) for n in range(1, 31)] if state == "cold" else [1.0] * 30
+    assert rates == pytest.approx([usual * share for share in shares])
 
 
 def test_a_run_may_begin_from_given_weights(tmp_path: Path) -> None:

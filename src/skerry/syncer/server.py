@@ -97,8 +97,8 @@ class SyncerServer:
         self._wake: asyncio.TimerHandle | None = None
         self._closing = False
         self._end_is_written = self.core.phase in ("closing", "ended")
-        self._held: list[m.Action] | None = None
-        """What waits until it is written that the run closes."""
+        self._held: dict[tuple[object, ...], m.Action] | None = None
+        """What waits until it is written that the run closes: of each kind the newest for each learner and fragment."""
         self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
         if self.core.phase == "ended":
             self.ended.set()
@@ -116,13 +116,15 @@ class SyncerServer:
 
     def _perform_all(self, actions: list[m.Action]) -> None:
         if any(isinstance(action, m.StopTraining) for action in actions) and not self._end_is_written and self._held is None:
-            self._held = []
+            self._held = {}
             self._begin(self._write_the_end())
         for action in actions:
-            if self._held is not None and _tells_of_the_end(action):
-                self._held.append(action)
-            else:
+            told = _told_of_the_end(action)
+            if self._held is None or told is None:
                 self._perform(action)
+            else:
+                self._held.pop(told, None)
+                self._held[told] = action
 
     async def _write_the_end(self) -> None:
         """That the run closes is told to learners once it is written down: they stop for good, and a syncer that is started
@@ -131,8 +133,8 @@ class SyncerServer:
             if self._closing:
                 return
             await asyncio.sleep(RETRY_FLUSH_S)
-        held, self._held, self._end_is_written = self._held or [], None, True
-        for action in held:
+        held, self._held, self._end_is_written = self._held or {}, None, True
+        for action in held.values():
             if not isinstance(action, m.Ask) or self.core.is_asked(action):
                 self._perform(action)
 
@@ -443,9 +445,14 @@ class SyncerServer:
         self._diary.summary(self.core, {name: connection.vitals for name, connection in self._connections.items()})
 
 
-def _tells_of_the_end(action: m.Action) -> bool:
-    """A question as well, for what is asked of one that trains on is another thing."""
-    return isinstance(action, (m.StopTraining, m.Ask)) or (isinstance(action, m.Goodbye) and action.reason == m.OVER)
+def _told_of_the_end(action: m.Action) -> tuple[object, ...] | None:
+    """Whom this tells what of the end of the run; None if it does not. A question does as well: what is asked of one that
+    trains on is another thing."""
+    if isinstance(action, m.Ask):
+        return action.name, m.Ask, action.fragment
+    if isinstance(action, m.StopTraining) or (isinstance(action, m.Goodbye) and action.reason == m.OVER):
+        return action.name, type(action)
+    return None
 
 
 def _plausible(report: pb.Report, step_before: int) -> bool:
