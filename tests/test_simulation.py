@@ -16,8 +16,11 @@ from simulation.world import World
 from skerry.core import merge as mergers
 from skerry.core import syncer as cores
 from skerry.core.exchange import Exchange, Mark, Version
+from skerry.core.leases import Leases
 from skerry.syncer import run_folder
+from skerry.syncer.server import SyncerServer
 from skerry.syncer.tape import Tape
+from skerry.wire import skerry_pb2 as pb
 
 SEEDS = 60
 """CI runs a thousand: make dst."""
@@ -87,6 +90,59 @@ def a_share_is_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mergers, "mean", lambda deltas, weights: mean(deltas[:1], weights[:1]))
 
 
+def a_lease_is_told_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    async def at_once(server: SyncerServer) -> None:
+        told, server._leases, server._telling_leases = server._leases, [], False
+        for lease in told:
+            found = pb.Lease(pool=lease.pool, start=lease.start, count=lease.count, position=lease.position)
+            server.send(lease.name, pb.ToLearner(lease=found))
+
+    patch.setattr(SyncerServer, "_tell_leases", at_once)
+
+
+def a_lease_is_given_twice(patch: pytest.MonkeyPatch) -> None:
+    """One that is away is taken for dead."""
+    settle = cores.SyncerCore._disconnected
+
+    def hasty(core: cores.SyncerCore, event: Any, now: float, actions: list[Any]) -> None:
+        settle(core, event, now, actions)
+        holding = core.leases.holdings.get(event.name)
+        if holding is not None:
+            for held in holding.behind(holding.merged):
+                core.leases.pools[held.pool].give_back(held.start, held.stop)
+
+    patch.setattr(cores.SyncerCore, "_disconnected", hasty)
+
+
+def what_is_merged_is_forgotten_in_a_restart(patch: pytest.MonkeyPatch) -> None:
+    merged = Leases.merged
+    begun: list[Leases] = []
+
+    def forgetful(leases: Leases, name: str, session: str, position: int) -> None:
+        if any(leases is other for other in begun) or not leases.holdings:
+            merged(leases, name, session, position)
+
+    give = Leases.give
+
+    def giving(leases: Leases, *arguments: Any) -> Any:
+        begun.append(leases)
+        return give(leases, *arguments)
+
+    patch.setattr(Leases, "merged", forgetful)
+    patch.setattr(Leases, "give", giving)
+
+
+def an_expired_lease_is_used_on(patch: pytest.MonkeyPatch) -> None:
+    settle = cores.SyncerCore._settle_leases
+
+    def trusting(core: cores.SyncerCore, event: Any, resumed: bool, actions: list[Any]) -> bool:
+        settle(core, event, resumed, actions)
+        return True
+
+    patch.setattr(cores.SyncerCore, "_settle_leases", trusting)
+    patch.setattr(Leases, "why_refused", lambda leases, name, session, samples: None)
+
+
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     announced_before_it_is_stored: "was announced",
     written_without_being_synced: "has not ended|lost|another one before",
@@ -94,6 +150,10 @@ PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     contributions_count_again: "twice",
     a_wrong_weight: "a wrong weight",
     a_share_is_left_out: "is not what was merged",
+    a_lease_is_told_before_it_is_written: "is not on the tape",
+    a_lease_is_given_twice: "were held by|given back twice",
+    what_is_merged_is_forgotten_in_a_restart: "gave back are in a merge",
+    an_expired_lease_is_used_on: "are in a merge of its own",
 }
 
 

@@ -114,7 +114,7 @@ def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
             ask(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 2}'])
 def test_a_damaged_run_file_is_named(folder: Path, text: str) -> None:
     (folder / "run.json").write_text(text)
     with pytest.raises(StoreError, match=f"{folder}/run.json cannot be read"):

@@ -1536,7 +1536,7 @@ class World:
             self.credit[share.name, session, order.fragment] = upto
             known = self.standings[order.fragment].sessions.get(share.name)
             if known is not None:
-                self.rows[order.fragment][share.name] = (known[0], Counted(order.version, share.upto))
+                self.rows[order.fragment][share.name] = (share.session, Counted(order.version, share.upto))
         self.asked[order.fragment].clear()
 
     def connected(self) -> list[str]:

@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     learner.add_argument("--name", help="keep it the same when the island is restarted (default: host and process)")
     learner.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: as the job says)")
     learner.add_argument("--threads", type=int, help="CPU threads (default: as the job says)")
+    learner.add_argument("--region", default="", help="where this island is, for data that is pinned to a region")
     learner.add_argument("--keep", help="a folder for the optimizer's state, for when the island is restarted on this machine")
     _tls_options(learner)
     learner.set_defaults(act=_learner)
@@ -96,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     account = commands.add_parser("account", help="what became of the islands' time: goodput, stalls, recoveries")
     account.add_argument("run", type=Path, help="the run folder")
     account.set_defaults(act=_account)
+
+    ledger = commands.add_parser("ledger", help="what became of every sample and token: applied, dropped, leased again")
+    ledger.add_argument("run", type=Path, help="the run folder")
+    ledger.add_argument("--json", action="store_true", help="as one JSON object")
+    ledger.set_defaults(act=_ledger)
 
     chaos = commands.add_parser("chaos", help="do harm to a run that skerry train is running, to see it recover")
     chaos.add_argument("run", type=Path, help="the run folder")
@@ -240,7 +246,9 @@ def _learner(options: argparse.Namespace) -> None:
     name = options.name or f"{socket.gethostname()}-{os.getpid()}"
     inflicted = Inflicted.here(name)
     on_joined = inflicted.attach if inflicted is not None else None
-    run_island(options.address, name, config, tls, keep=options.keep, clock=inflicted, on_joined=on_joined)
+    run_island(
+        options.address, name, config, tls, keep=options.keep, region=options.region, clock=inflicted, on_joined=on_joined
+    )
 
 
 def _chaos(options: argparse.Namespace) -> None:
@@ -283,6 +291,20 @@ def _account(options: argparse.Namespace) -> None:
     if not text:
         raise ConfigError(f"no account: {options.run} has no records of islands yet")
     print(text)
+
+
+def _ledger(options: argparse.Namespace) -> None:
+    import json
+
+    from skerry.errors import StoreError
+    from skerry.observe import audit_run, ledger_lines
+    from skerry.syncer.run_folder import read_identity
+
+    sizes = [fragment.numel for fragment in read_identity(options.run).layout.fragments]
+    ledger = audit_run(options.run)
+    print(json.dumps(ledger.to_json()) if options.json else ledger_lines(ledger, sizes))
+    if not ledger.adds_up:
+        raise StoreError(f"the ledger of {options.run} does not add up")
 
 
 def _validator(options: argparse.Namespace) -> None:

@@ -102,6 +102,12 @@ class SyncConfig:
     """Tokens after which the run ends; 0 means it goes on until it is stopped."""
     silence_s: float = 10.0
     """A learner not heard of for this long is no longer waited for or asked."""
+    ahead_s: float = 120.0
+    """For how long the data leased to a learner should last: it must never wait for more, not even while the syncer is away."""
+    lease_s: float = 600.0
+    """Data leased to a learner that was not heard of for this long is given to others. If it returns, it starts over."""
+    pins: tuple[str, ...] = ()
+    """Data that only some may read, as "pool=region": leased to learners of that region alone."""
     begin: BeginConfig = field(default_factory=BeginConfig)
 
     def __post_init__(self) -> None:
@@ -123,6 +129,9 @@ class SyncConfig:
         _require(self.start_with >= 1, "sync.start_with", self.start_with, ">= 1")
         _require(self.budget_tokens >= 0, "sync.budget_tokens", self.budget_tokens, ">= 0")
         _require(self.silence_s > 0, "sync.silence_s", self.silence_s, "> 0")
+        _require(self.ahead_s > 0, "sync.ahead_s", self.ahead_s, "> 0")
+        _require(self.lease_s >= self.silence_s, "sync.lease_s", self.lease_s, "at least sync.silence_s")
+        _require(all("=" in pin for pin in self.pins), "sync.pins", self.pins, 'a list of "pool=region"')
         _require(not self.wait or self.overlap < self.every, "sync.overlap", self.overlap, "below sync.every in lock-step")
         _require(not self.wait or self.quorum == 0, "sync.quorum", self.quorum, "0 (all) in lock-step")
         _require(
@@ -169,10 +178,18 @@ class DataConfig:
     """Share of files kept for validation."""
     token_bytes: Literal[2, 4] = 2
     """Width of raw token files."""
+    pinned: tuple[str, ...] = ()
+    """More folders of the same kind, each read by islands of one region alone, as "region=folder". Only they need it."""
 
     def __post_init__(self) -> None:
         _require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "in (0, 0.5)")
         _require(self.corpus == "stdlib" or bool(self.path), "data.path", self.path, f"set for corpus {self.corpus!r}")
+        _require(all("=" in pin for pin in self.pinned), "data.pinned", self.pinned, 'a list of "region=folder"')
+
+    def pinned_folders(self) -> list[tuple[str, str]]:
+        """Region and folder of each."""
+        pairs = [pin.split("=", 1) for pin in self.pinned]
+        return [(region, folder) for region, folder in pairs]
 
 
 @dataclass(frozen=True)
@@ -218,6 +235,8 @@ class IslandsConfig:
     """CPU threads of one island; 0 shares the machine's cores out."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one."""
+    regions: tuple[str, ...] = ()
+    """Regions the islands that `skerry train` starts belong to, in turn; none by default."""
     restarts: int = 20
     """How often one island or the syncer is started again before the run is given up."""
 
@@ -280,6 +299,7 @@ class Config:
             begin=begin,
             budget_tokens=self.train.tokens,
             start_with=max(sync.start_with, self.islands.count),
+            pins=tuple(f"{folder}={region}" for region, folder in self.data.pinned_folders()),
         )
         return dataclasses.replace(self, sync=sync)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from google.protobuf.message import Message
 
+from skerry.observe.ledger import audit_run
+from skerry.syncer.run_folder import read_tape
 from skerry.wire import skerry_pb2 as pb
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ class Checks:
         """(session, fragment, its steps up to then) → what was given."""
         self._answered: dict[tuple[str, int], int] = {}
         """(session, fragment) → the round it last answered on its present stream."""
+        self._told: dict[tuple[str, int], tuple[str, int, int]] = {}
+        """(session, position) → the lease it was told of."""
+        self.leased = 0
         self.merges = 0
         self.history: list[tuple[Any, ...]] = []
 
@@ -52,6 +57,8 @@ class Checks:
                 for fragment, version in enumerate(message.welcome.versions):
                     self._announced(fragment, version)
                     self._answered.pop((session, fragment), None)
+            elif message.HasField("lease"):
+                self._told[session, message.lease.position] = (message.lease.pool, message.lease.start, message.lease.count)
             elif message.HasField("ask") and self._answered.get((session, message.ask.fragment)) == message.ask.step:
                 self.fail(
                     f"round {message.ask.step} of fragment {message.ask.fragment} waits for a second answer of one learner"
@@ -97,6 +104,7 @@ class Checks:
         for fragment, newest in enumerate(self._newest):
             if found[fragment] < newest:
                 self.fail(f"fragment {fragment}: version {newest} was announced and is lost")
+        self._check_ledger(folder)
         numbers: dict[int, int] = defaultdict(int)
         covered: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
         for merge in merges:
@@ -112,6 +120,22 @@ class Checks:
             for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
                 if start < end:
                     self.fail(f"steps {start + 1} to {end} of session {session} are in fragment {fragment} twice")
+
+    def _check_ledger(self, folder: Path) -> None:
+        """The ledger adds up, and every lease that a learner was told of is in it."""
+        ledger = audit_run(folder)
+        self.leased = ledger.leased
+        for what in ledger.discrepancies:
+            self.fail(f"the ledger does not add up: {what}")
+        written: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
+        for kind, data in read_tape(folder)[1]:
+            if kind == "leased":
+                for place in range(data["count"]):
+                    written[data["session"]][data["position"] + place] = (data["pool"], data["start"] + place)
+        for (session, position), (pool, start, count) in self._told.items():
+            for place in range(count):
+                if written[session].get(position + place) != (pool, start + place):
+                    self.fail(f"sample {start + place} was leased to {session} and is not on the tape")
 
     def _check_share(self, share: dict[str, Any]) -> None:
         weight = TOKENS * share["tokens"]  # tokens times tokens per step

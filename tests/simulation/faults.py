@@ -30,6 +30,8 @@ def settings(chance: random.Random) -> SyncConfig:
         silence_s=chance.choice([2.0, 5.0]),
         budget_tokens=chance.choice([600, 1500]),
         outlier=0.0,
+        ahead_s=chance.choice([1.0, 20.0]),
+        lease_s=chance.choice([5.0, 9.0, 60.0]),
     )
 
 

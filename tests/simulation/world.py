@@ -25,6 +25,7 @@ from simulation.loop import Stuck, VirtualLoop
 from simulation.net import NOTICED_S, Network, Stub
 from skerry.clock import VirtualClock
 from skerry.config import SyncConfig
+from skerry.core.leases import Pool
 from skerry.errors import SkerryError, WireError
 from skerry.learner import link as links
 from skerry.learner.learner import Learner, adopt_ready
@@ -118,9 +119,13 @@ class Island:
                 await asyncio.sleep(0.1)
             learner = self.learner = Learner(link, [optimizer], TOKENS, self.clock)
             learner.recover(None)
+            if world.pool is not None:
+                link.want_leases((world.pool,))
             while not learner.finished and not self.wants_to_leave:
                 await asyncio.sleep(self.step_s * world.chance.uniform(0.9, 1.1))
                 await self._thawed()
+                if world.pool is not None and not link.leases.take(world.batch):
+                    continue  # the first has not come yet
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, world.chance.choice([-1.0, 1.0]))
                 optimizer.step()
@@ -182,6 +187,9 @@ class World:
         self.checks = Checks(self)
         self.net.on_down = self.checks.told
         self.net.on_up = self.checks.given
+        self.pool = self.chance.choice([None, Pool("", 30), Pool("", 400)])
+        """What the islands read, if they take part in leases: a little more than one epoch, or a part of one."""
+        self.batch = self.chance.choice([1, 3])
         self._count = islands
         self.islands: dict[str, Island] = {}
         self.life: SyncerLife | None = None

@@ -15,6 +15,7 @@ Rules:
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,6 +53,8 @@ class Mark:
 
     steps: int = 0
     tokens: int = 0
+    samples: int = 0
+    """Leased samples, as a position in what this process was given."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Give:
     tokens: int
     at: Mark
     staged: bool
+    samples: tuple[int, int] = (0, 0)
+    """Leased samples in it, from and to."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,12 @@ class Exchange:
         if held.fetching is not None and held.fetching.version == version.version:
             held.fetching = None
 
+    def void_samples(self, position: int) -> None:
+        """What was leased up to here is not ours any more, so it is in nothing we give from now on."""
+        self.totals = dataclasses.replace(self.totals, samples=position)
+        for held in self.held:
+            held.since = dataclasses.replace(held.since, samples=position)
+
     def start_over(self) -> None:
         """The syncer does not know the versions held here: every fragment is fetched again."""
         for fragment in range(len(self.held)):
@@ -211,7 +222,7 @@ class Exchange:
             at, staged = held.staged[1], True
         steps, tokens = at.steps - held.since.steps, at.tokens - held.since.tokens
         if steps > 0 and tokens > 0:
-            return Give(question, held.version, steps, tokens, at, staged)
+            return Give(question, held.version, steps, tokens, at, staged, (held.since.samples, at.samples))
         return GiveNothing(question) if stopped or self.must_wait() else None
 
     def given(self, give: Give) -> None:
@@ -225,10 +236,10 @@ class Exchange:
 
     # ------------------------------------------------------------ the training loop
 
-    def stepped(self, tokens: int) -> list[int]:
+    def stepped(self, tokens: int, samples: int = 0) -> list[int]:
         """One inner step is done. Returns the fragments to snapshot at this very step (lock-step only)."""
         self.step += 1
-        self.totals = Mark(self.totals.steps + 1, self.totals.tokens + tokens)
+        self.totals = Mark(self.totals.steps + 1, self.totals.tokens + tokens, self.totals.samples + samples)
         if not self.sync.wait or self.phase != "training":
             return []
         due = self.schedule.due(self.step)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from skerry.core.leases import Need, Pool
+
 # ---------------------------------------------------------------- events
 
 
@@ -18,6 +20,9 @@ class Joined:
     tokens: int = 0
     held: tuple[int, ...] = ()
     """Versions it holds, one per fragment; empty for a learner that has none yet."""
+    region: str = ""
+    leased: int = 0
+    """How many samples it knows it was given."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,16 @@ class Reported:
     tokens: int
     step_time_s: float
     loss: float | None = None
+    need: Need | None = None
+    """Of data, if it takes part in leases."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A learner says which data it can read; it wants leases for it."""
+
+    name: str
+    pools: tuple[Pool, ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,11 @@ class Contributed:
     """Of the contribution as a vector; not finite if it, or anything in it, is not."""
     repeated: bool = False
     """It is bit for bit what this learner sent for the fragment last time."""
+    session: str = ""
+    samples: tuple[int, int] = (0, 0)
+    """Leased samples in it, as positions in what its process was given: from, to."""
+    upto_tokens: int = 0
+    """The learner's own count of tokens in it."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +137,7 @@ Event = (
     Joined
     | Ready
     | Reported
+    | Declared
     | Contributed
     | NothingToGive
     | Leaving
@@ -145,6 +166,28 @@ class Welcome:
     counted: tuple[int, ...]
     """For each fragment: the learner's progress up to this many of its own steps is part of the current version."""
     quarantined: bool = False
+    leased: int = 0
+    """Samples it was ever given. If it does not resume, it holds none of them any more."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Tell a process that these samples are its own, once that is durable."""
+
+    name: str
+    session: str
+    position: int
+    pool: str
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class NoLease:
+    """Tell a learner that it gets no data, and why."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -176,6 +219,8 @@ class Share:
     weight: float
     upto: int = 0
     session: str = ""
+    samples: tuple[int, int] = (0, 0)
+    upto_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -271,5 +316,19 @@ class Ended:
 
 
 Action = (
-    Welcome | Begin | Ask | Merge | KeepGood | Restore | Announce | StopTraining | Caution | Goodbye | Record | WakeAt | Ended
+    Welcome
+    | Lease
+    | NoLease
+    | Begin
+    | Ask
+    | Merge
+    | KeepGood
+    | Restore
+    | Announce
+    | StopTraining
+    | Caution
+    | Goodbye
+    | Record
+    | WakeAt
+    | Ended
 )

@@ -20,6 +20,7 @@ class LearnerState:
     session: str
     slot: int
     phase: LearnerPhase
+    region: str = field(default="", kw_only=True)
     step: int = 0
     tokens: int = 0
     heard_at: float = 0.0
@@ -88,6 +89,8 @@ class Counted:
 
     version: int
     upto: int
+    samples: int = 0
+    """Leased samples up to this position of what its process was given."""
 
 
 @dataclass
@@ -137,6 +140,8 @@ class Standing:
     restoring: tuple[int, ...] = ()
     """Fragments that are still to be put back."""
     rollbacks: int = 0
+    leases: dict[str, Any] = field(default_factory=dict)
+    """As core/leases.py writes it."""
 
     @property
     def tokens(self) -> int:
@@ -157,6 +162,7 @@ class Standing:
             "floors": list(self.floors),
             "restoring": list(self.restoring),
             "rollbacks": self.rollbacks,
+            "leases": self.leases,
         }
 
     @staticmethod
@@ -179,4 +185,5 @@ class Standing:
             tuple(map(int, data.get("floors", ()))),
             tuple(map(int, data.get("restoring", ()))),
             int(data.get("rollbacks", 0)),
+            data.get("leases", {}),
         )

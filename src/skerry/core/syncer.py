@@ -17,7 +17,9 @@ Rules:
     row the learner is in quarantine: it is asked as before, and merged again after as many healthy ones.
 10. If the learners' loss stays far above its best (`rollback`), every fragment gets a new version with the values it had when
     all was well, without momentum, and progress from before is refused.
-11. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
+11. Data that a learner was given is its own until another process takes its place, it leaves, or it was away for `lease_s`;
+    then what is in no merge is given to others. One that returns after that starts over from the current versions.
+12. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from collections import deque
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
 from skerry.core.guard import SizeHistory, why_unhealthy
+from skerry.core.leases import Leases
 from skerry.core.messages import (
     LEFT,
     OVER,
@@ -39,14 +42,17 @@ from skerry.core.messages import (
     Caution,
     CloseRequested,
     Contributed,
+    Declared,
     Disconnected,
     Ended,
     Event,
     Goodbye,
     GoodKept,
     Joined,
+    Lease,
     Leaving,
     Merge,
+    NoLease,
     NothingToGive,
     Ready,
     Record,
@@ -114,6 +120,13 @@ class SyncerCore:
         for index in standing.restoring:
             self.fragments[index].restoring = RESTORE_TRIES
         self.rollback = Rollback(sync, standing)
+        self.leases = Leases(dict(pin.rsplit("=", 1) for pin in sync.pins))
+        self.leases.restore(standing.leases)
+        for fragment in self.fragments:
+            # What is merged is on disk with the merge itself, the standing may be a moment older.
+            for name, counted in fragment.counted.items():
+                self.leases.merged(name, self.learners[name].session, counted.samples)
+        self._started_at = now
         self._last_rounds_due = set(range(fragments))
         # In lock-step they are waited for anyway.
         self._returning = set() if sync.wait else {name for name, known in self.learners.items() if known.phase == "away"}
@@ -130,7 +143,7 @@ class SyncerCore:
         sessions = {
             learner.name: (learner.session, learner.slot, learner.step, learner.tokens)
             for learner in self.learners.values()
-            if learner.began
+            if learner.began or learner.tokens
         }
         gone = tuple(name for name in sessions if self.learners[name].phase == "gone")
         retired = {learner.name: tuple(learner.retired) for learner in self.learners.values() if learner.retired}
@@ -150,6 +163,7 @@ class SyncerCore:
             tuple(fragment.floor for fragment in self.fragments),
             tuple(index for index, fragment in enumerate(self.fragments) if fragment.restoring),
             self.rollback.count,
+            self.leases.to_json(),
         )
 
     def bytes_moved(self, name: str, now: float) -> None:
@@ -195,7 +209,7 @@ class SyncerCore:
             return f"stale: base version {offer.base} of fragment {offer.fragment}, the newest is {fragment.version}"
         if offer.steps < 1 or offer.tokens < 1:
             return f"steps and tokens must be >= 1, got {offer.steps} and {offer.tokens}"
-        return None
+        return self.leases.why_refused(offer.name, learner.session, offer.samples)
 
     # ------------------------------------------------------------ events
 
@@ -206,7 +220,9 @@ class SyncerCore:
         elif isinstance(event, Ready):
             self._ready(event)
         elif isinstance(event, Reported):
-            self._reported(event, now)
+            self._reported(event, now, actions)
+        elif isinstance(event, Declared):
+            self._declared(event, actions)
         elif isinstance(event, Contributed):
             self._contributed(event, now, actions)
         elif isinstance(event, NothingToGive):
@@ -249,6 +265,7 @@ class SyncerCore:
         versions = tuple(fragment.version for fragment in self.fragments)
         # Progress made since versions of this run is welcome, whether or not this syncer process remembers the learner.
         resumed = len(event.held) == len(versions) and all(0 <= h <= v for h, v in zip(event.held, versions, strict=True))
+        resumed = self._settle_leases(event, resumed, actions) and resumed
         if known is not None and known.session == event.session:
             learner = known
         else:
@@ -256,6 +273,7 @@ class SyncerCore:
             if known is not None:
                 self._replace(known, learner, actions)
             self.learners[event.name] = learner
+        learner.region = event.region
         learner.heard_at = now
         learner.ready = resumed
         learner.began = resumed and (learner.began or event.step > 0)
@@ -268,7 +286,8 @@ class SyncerCore:
         merged_steps = tuple(fragment.merged_step for fragment in self.fragments)
         counted = tuple(fragment.counted_upto(event.name) for fragment in self.fragments)
         place = (event.name, learner.slot, self.step, resumed, versions, merged_steps, counted)
-        actions.append(Welcome(*place, quarantined=learner.quarantined))
+        leased = self.leases.of(event.name, event.session).given
+        actions.append(Welcome(*place, quarantined=learner.quarantined, leased=leased))
         actions.append(Record("joined", {"learner": event.name, "session": event.session, "slot": learner.slot,
                                          "resumed": resumed, "step": self.step}))  # fmt: skip
         if self.phase == "ended" or (self.phase == "closing" and learner.phase == "waiting"):
@@ -298,25 +317,85 @@ class SyncerCore:
         """Another process takes over a name. Its open questions are void, what it has given still counts."""
         if old.phase in ("training", "leaving", "waiting"):
             actions.append(Goodbye(old.name, f"another process joined as {old.name}"))
-        self.banked_tokens += old.tokens
+        self._bank(old, actions)
         self._drop_unanswered(old.name)
         for fragment in self.fragments:
             # The new process counts its own steps from zero, and starts from versions that hold all the old one gave.
             fragment.counted.pop(old.name, None)
             if fragment.round and old.name in fragment.round.arrived:
                 given = fragment.round.arrived[old.name]
-                fragment.round.arrived[old.name] = dataclasses.replace(given, upto=0)
+                fragment.round.arrived[old.name] = dataclasses.replace(given, session=given.session or old.session)
         new.slot = old.slot
         new.retired = old.retired
         if old.session:
             new.retired.append(old.session)
+
+    def _bank(self, learner: LearnerState, actions: list[Action]) -> None:
+        """This process is no more, but what it trained on stays counted."""
+        if learner.tokens:
+            self.banked_tokens += learner.tokens
+            actions.append(Record("banked", {"learner": learner.name, "session": learner.session, "tokens": learner.tokens}))
 
     def _ready(self, event: Ready) -> None:
         learner = self.learners.get(event.name)
         if learner is not None:
             learner.ready = True
 
-    def _reported(self, event: Reported, now: float) -> None:
+    def _settle_leases(self, event: Joined, resumed: bool, actions: list[Action]) -> bool:
+        """Whether this process still holds what it was given. If not, or if it starts over, nothing is its own any more."""
+        holding = self.leases.holdings.get(event.name)
+        if holding is not None and holding.session != event.session:
+            self._take_back(event.name, "another process has taken its place", actions)
+            self.leases.forget(event.name)
+        self.leases.connected(event.name)
+        found = self.leases.of(event.name, event.session)
+        holds = found.given >= event.leased and not found.expired
+        if not (resumed and holds):
+            self._take_back(event.name, "it starts over", actions)
+            found.expired = False
+        return holds
+
+    def _take_back(self, name: str, why: str, actions: list[Action]) -> None:
+        holding = self.leases.holdings.get(name)
+        if holding is None:
+            return
+        # What has arrived and is not merged yet will be, or is dropped with its contribution.
+        rounds = [f.round for f in self.fragments if f.round and name in f.round.arrived]
+        arrived = [r.arrived[name] for r in rounds]
+        kept = max((a.samples[1] for a in arrived if a.session in ("", holding.session)), default=0)
+        session, position, ranges = self.leases.take_back(name, kept)
+        if ranges:
+            given_back = [[held.pool, held.start, held.count] for held in ranges]
+            told = {"learner": name, "session": session, "position": position, "ranges": given_back, "why": why}
+            actions.append(Record("returned", told))
+
+    def _end_leases(self, name: str, why: str, actions: list[Action]) -> None:
+        if name in self.leases.holdings:
+            self._take_back(name, why, actions)
+            self.leases.forget(name)
+
+    def _declared(self, event: Declared, actions: list[Action]) -> None:
+        learner = self.learners.get(event.name)
+        if learner is None:
+            return
+        reason = self.leases.declare(event.name, learner.session, learner.region, event.pools)
+        if reason is not None:
+            pools = [pool.name for pool in event.pools]
+            actions.append(Record("refused", {"learner": event.name, "pools": pools, "reason": reason}))
+            actions.append(NoLease(event.name, reason))
+
+    def _give_leases(self, event: Reported, learner: LearnerState, actions: list[Action]) -> None:
+        if event.need is None or learner.phase not in ("waiting", "training") or self.phase in ("closing", "ended"):
+            return
+        live = sum(other.name in self.leases.holdings for other in self._live())
+        told, fresh = self.leases.give(event.name, event.need, live)
+        for position, found in fresh:
+            what = {"pool": found.pool, "start": found.start, "count": found.count}
+            actions.append(Record("leased", {"learner": event.name, "session": learner.session, "position": position, **what}))
+        for position, found in told:
+            actions.append(Lease(event.name, learner.session, position, found.pool, found.start, found.count))
+
+    def _reported(self, event: Reported, now: float, actions: list[Action]) -> None:
         learner = self.learners.get(event.name)
         if learner is None or learner.phase == "gone":
             return
@@ -326,6 +405,7 @@ class SyncerCore:
         if event.step_time_s > 0:
             learner.step_time.add(event.step_time_s)
         self.rollback.health.report(event.name, event.loss)
+        self._give_leases(event, learner, actions)
 
     def _contributed(self, event: Contributed, now: float, actions: list[Action]) -> None:
         reason = self.why_refused(event)
@@ -338,6 +418,7 @@ class SyncerCore:
         assert gathering is not None
         learner = self.learners[event.name]
         learner.heard_at = now
+        learner.tokens = max(learner.tokens, event.upto_tokens)
         why = self.why_unhealthy(event)
         if math.isfinite(event.norm):
             fragment.sizes.add(event.norm, event.steps, fragment.sizes.limit(self.sync.outlier, event.steps))
@@ -422,8 +503,12 @@ class SyncerCore:
         self.grace.sync_time.add(now - gathering.merging_since)
         total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
-            fragment.counted[name] = Counted(event.version, offer.upto)
             learner = self.learners[name]
+            session = offer.session or learner.session
+            # A process that took the place of the giver counts its own steps.
+            upto, samples = (offer.upto, offer.samples[1]) if session == learner.session else (0, 0)
+            fragment.counted[name] = Counted(event.version, upto, samples)
+            self.leases.merged(name, session, offer.samples[1])
             learner.merges += 1
             learner.last_share = merging.weight(offer.tokens, offer.steps) / total
         self._announce(event.fragment, gathering.step, actions)
@@ -472,9 +557,20 @@ class SyncerCore:
                 actions.append(Record("lost", {"learner": learner.name, "silent_s": round(now - learner.heard_at, 3)}))
                 learner.phase = "gone"
                 self._drop_unanswered(learner.name)
-        self._forget_the_long_gone()
+        self._expire_leases(now, actions)
+        self._forget_the_long_gone(actions)
 
-    def _forget_the_long_gone(self) -> None:
+    def _expire_leases(self, now: float, actions: list[Action]) -> None:
+        for name, holding in self.leases.holdings.items():
+            learner = self.learners.get(name)
+            if holding.expired or (learner is not None and learner.phase != "gone"):
+                continue
+            heard_at = learner.heard_at if learner is not None and learner.session == holding.session else self._started_at
+            if now >= heard_at + self.sync.lease_s:
+                self._take_back(name, f"it was not heard of for {self.sync.lease_s:.0f} s", actions)
+                holding.expired = True
+
+    def _forget_the_long_gone(self, actions: list[Action]) -> None:
         """Names of learners that come and go for ever must not pile up; their tokens stay counted."""
         gone = [learner for learner in self.learners.values() if learner.phase == "gone"]
         if len(gone) <= REMEMBERED:
@@ -482,8 +578,9 @@ class SyncerCore:
         in_rounds = {name for f in self.fragments if f.round for name in f.round.arrived}
         for learner in sorted(gone, key=lambda learner: learner.heard_at)[: len(gone) - REMEMBERED]:
             if learner.name not in in_rounds:
+                self._end_leases(learner.name, "it is forgotten", actions)
                 del self.learners[learner.name]
-                self.banked_tokens += learner.tokens
+                self._bank(learner, actions)
                 for fragment in self.fragments:
                     fragment.counted.pop(learner.name, None)
 
@@ -650,7 +747,17 @@ class SyncerCore:
         gathering.merging_since = now
         offers = [gathering.arrived[name] for name in sorted(gathering.arrived)]
         shares = tuple(
-            Share(o.name, o.base, o.steps, o.tokens, merging.weight(o.tokens, o.steps), o.upto, self.learners[o.name].session)
+            Share(
+                o.name,
+                o.base,
+                o.steps,
+                o.tokens,
+                merging.weight(o.tokens, o.steps),
+                o.upto,
+                o.session or self.learners[o.name].session,
+                o.samples,
+                o.upto_tokens,
+            )
             for o in offers
         )
         expected = len(gathering.asked | set(gathering.arrived))
@@ -674,6 +781,7 @@ class SyncerCore:
             in_a_round = any(f.round and learner.name in f.round.asked | set(f.round.arrived) for f in self.fragments)
             if learner.phase == "leaving" and not learner.owes and not in_a_round:
                 learner.phase = "gone"
+                self._end_leases(learner.name, "it has left", actions)
                 actions.append(Record("left", {"learner": learner.name}))
                 actions.append(Goodbye(learner.name, LEFT))
 

@@ -3,7 +3,7 @@
 from skerry.data.corpus import Corpus, is_held_out, load_corpus
 from skerry.data.token_files import JoinedTokens, TokenSequence
 from skerry.data.tokenizer import ByteTokenizer, HFTokenizer, TokenArray, Tokenizer, tokenizer_for
-from skerry.data.windows import Batch, Windows, permutation, validation_batches
+from skerry.data.windows import Batch, Windows, validation_batches
 
 __all__ = [
     "Batch",
@@ -17,7 +17,6 @@ __all__ = [
     "Windows",
     "is_held_out",
     "load_corpus",
-    "permutation",
     "tokenizer_for",
     "validation_batches",
 ]

@@ -7,20 +7,21 @@ work out any sample from its number: nothing about it needs to be stored or sent
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from skerry.core.shuffle import Shuffle
 from skerry.data.token_files import TokenSequence
 from skerry.errors import ConfigError
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, both int64 of shape (sequences, context); a target is the token after its input."""
 
-_MASK = (1 << 64) - 1
+
+_LOOKED_AT = 1 << 20
 
 
 class Windows:
@@ -31,8 +32,7 @@ class Windows:
         self._tokens = tokens
         self._context = context
         self._seed = seed
-        # Two, because a batch may lie across the border of two epochs.
-        self._orders: dict[int, npt.NDArray[np.integer[Any]]] = {}
+        self._shuffle = Shuffle(self.windows_count, seed)
 
     def batch(self, start: int, count: int) -> Batch:
         """Samples start..start+count-1 of the endless sequence of epochs."""
@@ -40,19 +40,18 @@ class Windows:
             raise ValueError(f"a batch must have start >= 0 and count >= 1, got start {start}, count {count}")
         return _gather(self._tokens, self._context, self.indices(start, count))
 
+    def fingerprint(self) -> int:
+        """Tells other texts and other orders apart. Of large files the beginning, the end and the length must do."""
+        count = len(self._tokens)
+        parts = [self._tokens[:_LOOKED_AT], self._tokens[max(0, count - _LOOKED_AT) : count]]
+        found = zlib.crc32(f"{count} {self._context} {self._seed}".encode())
+        for part in parts:
+            found = zlib.crc32(np.ascontiguousarray(part, dtype=np.int64).tobytes(), found)
+        return found
+
     def indices(self, start: int, count: int) -> list[int]:
         """Which windows those samples are."""
-        samples = (divmod(sample, self.windows_count) for sample in range(start, start + count))
-        return [int(self._order(epoch)[place]) for epoch, place in samples]
-
-    def _order(self, epoch: int) -> npt.NDArray[np.integer[Any]]:
-        order = self._orders.get(epoch)
-        if order is None:
-            order = permutation(self.windows_count, self._seed, epoch)
-            if len(self._orders) >= 2:
-                del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = order
-        return order
+        return self._shuffle.indices(start, count)
 
 
 def validation_batches(tokens: TokenSequence, context: int, max_tokens: int, batch: int) -> Iterator[Batch]:
@@ -62,31 +61,6 @@ def validation_batches(tokens: TokenSequence, context: int, max_tokens: int, bat
     chosen = [k * count // wanted for k in range(wanted)]
     # Returned, not yielded, so that what is wrong with the arguments is said at the call.
     return (_gather(tokens, context, chosen[first : first + batch]) for first in range(0, wanted, batch))
-
-
-def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.integer[Any]]:
-    """0..count-1 in an order drawn from (seed, epoch).
-
-    Sorting by a hash of each number, instead of calling a library's shuffle, keeps the order the same for islands that
-    run different library versions.
-    """
-    key = _mix_int(_mix_int(seed & _MASK) ^ (epoch & _MASK))
-    hashes = _mix(np.arange(count, dtype=np.uint64) + np.uint64(key))
-    order = np.argsort(hashes, kind="stable")
-    return order.astype(np.uint32) if count <= 1 << 32 else order
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread 64-bit numbers so that neighbours have nothing in common (the finalizer of SplitMix64)."""
-    values = values * np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    values ^= values >> np.uint64(31)
-    return values
-
-
-def _mix_int(value: int) -> int:
-    return int(_mix(np.asarray([(value + 1) & _MASK], dtype=np.uint64))[0])
 
 
 def _count(tokens: TokenSequence, context: int) -> int:

@@ -67,9 +67,15 @@ def _parts(config: Config, folder: Path, address: str, seen_by: dict[str, str]) 
 
     threads = _threads_for_island(config)
     keep = ("--keep", str(folder / "islands"))
+    regions = config.islands.regions
+
+    def island(index: int, name: str, seen: str) -> Worker:
+        region = ("--region", regions[index % len(regions)]) if regions else ()
+        return part(name, {**threads, **chaos}, "learner", seen, "--name", name, *keep, *region)
+
     return [
         part("syncer", {**one_thread, **chaos}, "syncer", str(folder), "--address", address),
-        *(part(name, {**threads, **chaos}, "learner", seen, "--name", name, *keep) for name, seen in seen_by.items()),
+        *(island(index, name, seen) for index, (name, seen) in enumerate(seen_by.items())),
         part("validator", one_thread, "validator", str(folder)),
     ]
 

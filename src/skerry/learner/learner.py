@@ -11,7 +11,7 @@ import operator
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 
 from skerry.clock import Clock, SystemClock
 from skerry.core.exchange import Exchange
+from skerry.core.leases import Pool
 from skerry.errors import WireError
 from skerry.learner.link import Link
 from skerry.learner.optimizer_state import OptimizerState
 from skerry.learner.replica import Replica
+from skerry.learner.sampler import LeasedRanges, LeasedSampler
 from skerry.learner.state_courier import StateCourier
 from skerry.wire.connection import TLS
 
@@ -146,6 +148,27 @@ class Learner:
             raise ValueError(f"tokens must be a whole number >= 0, got {tokens!r}")
         self._counted = (self._counted or 0) + number
 
+    def sampler(self, size: int | Mapping[str, int], batch: int, *, seed: int = 0, batches_per_step: int = 1) -> LeasedSampler:
+        """Data leased from the run, for `DataLoader(dataset, batch_sampler=learner.sampler(len(dataset), batch=8))`.
+
+        Islands then share one seeded shuffle of the data: no item is trained on twice in an epoch, what an island had not
+        finished when it died goes to another, and the run's ledger says what became of every sample. The loop ends when the run
+        closes. Islands that do not call this bring their own data, as they like.
+
+        Args:
+            size: items of the data set, which must be the same on all islands; or several sizes by name. Batches are lists of
+                items then, or of (name, item). A data set that `SyncConfig.pins` pins to a region is given to islands that
+                joined with that region alone.
+            batch: items in a list.
+            seed: of the shuffle; the same on all islands.
+            batches_per_step: lists that go into one inner step, for loops that accumulate gradients.
+        """
+        return LeasedSampler(self._link, size, batch, seed, batches_per_step)
+
+    def leased(self, pools: Sequence[Pool], batch: int) -> LeasedRanges:
+        """The same for loops that turn sample numbers into data themselves, one batch for a step."""
+        return LeasedRanges(self._link, tuple(pools), batch)
+
     def report(self, loss: float) -> None:
         """The latest training loss, for display only."""
         self._link.loss = loss
@@ -246,7 +269,7 @@ class Learner:
             self._in_step = True
         self._replica.after_write()
         with link.changed:
-            for fragment in self._exchange.stepped(tokens):
+            for fragment in self._exchange.stepped(tokens, link.leases.step_done()):
                 link.staged[fragment] = self._replica.snapshot(fragment, self._exchange.totals.steps)
             adopt_ready(link)
         self._open_gate()
@@ -321,6 +344,7 @@ def join(
     tls: TLS | None = None,
     timeout_s: float = 120.0,
     keep: str | Path | None = None,
+    region: str = "",
     clock: Clock | None = None,
 ) -> Learner:
     """Attach this process to the run that the syncer at `address` serves.
@@ -336,6 +360,7 @@ def join(
         timeout_s: how long to look for the syncer. Waiting for the other islands to start is not limited.
         keep: a folder on this machine in which the optimizer's state is written from time to time, so that a process that
             takes this one's place finds it there. Without it, and on another machine, the state comes from a peer.
+        region: where this island is, for data that is pinned to a region.
     """
     if not isinstance(tokens_per_step, int) or tokens_per_step < 1:
         raise ValueError(f"tokens_per_step must be a whole number >= 1, got {tokens_per_step!r}")
@@ -344,7 +369,7 @@ def join(
         raise ValueError(f"optimizer must be a torch optimizer or a list of them, got {optimizer!r}")
     clock = clock or SystemClock()
     name = name or f"{socket.gethostname()}-{os.getpid()}"
-    link = Link(address, model, name, tls or TLS.from_environment(), clock)
+    link = Link(address, model, name, tls or TLS.from_environment(), clock, region)
     link.start()
     deadline = clock.now() + timeout_s
     try:

@@ -22,6 +22,8 @@ from skerry.config import SyncConfig, from_json
 from skerry.core import codec as codecs
 from skerry.core.exchange import Exchange, Give, GiveNothing, Question, Version
 from skerry.core.fragment import split
+from skerry.core.leases import Pool, Range
+from skerry.core.reading import LeaseBook
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
 from skerry.learner.pace import Pace
@@ -47,10 +49,13 @@ GATE_S = 0.2
 
 
 class Link:
-    def __init__(self, address: str, model: nn.Module, name: str, tls: TLS | None, clock: Clock | None = None) -> None:
+    def __init__(
+        self, address: str, model: nn.Module, name: str, tls: TLS | None, clock: Clock | None = None, region: str = ""
+    ) -> None:
         check_reachable(address, tls)
         self.address = address
         self.name = name
+        self.region = region
         self.session = uuid.uuid4().hex
         self.changed = threading.Condition()
         """Guards the exchange and everything below that both threads touch; notified when there is news for training."""
@@ -74,6 +79,11 @@ class Link:
         self.lane: transfer.Lane | None = None
         self.courier: StateCourier | None = None
         self.fixed_loaded = False
+        self.leases = LeaseBook()
+        self.pools: tuple[Pool, ...] = ()
+        """Data this learner can read; none if it does not take part in leases."""
+        self.no_lease: str | None = None
+        """Why the syncer gives us no data."""
         self._model = model
         self._tls = tls
         self._clock = clock or SystemClock()
@@ -122,6 +132,12 @@ class Link:
             self.wake()
         elif exchange.has_questions():
             self.wake()
+
+    def want_leases(self, pools: tuple[Pool, ...]) -> None:
+        with self.changed:
+            self.pools, self.no_lease = pools, None
+            self._to_report = True
+        self._call(self._declare)
 
     def leave(self) -> None:
         with self.changed:
@@ -254,6 +270,8 @@ class Link:
                 step=exchange.step,
                 tokens=exchange.totals.tokens,
                 held=exchange.versions if self.fixed_loaded else (),
+                region=self.region,
+                leased=self.leases.given,
             )
 
     async def _heartbeat(self, stream: transfer.ControlStream, lane: transfer.Lane) -> None:
@@ -277,9 +295,12 @@ class Link:
         with self.changed:
             if kind == "welcome":
                 welcome = message.welcome
-                if not welcome.resumed and exchange.versions:
-                    exchange.start_over()
-                    self.prepared.clear()
+                if not welcome.resumed:
+                    self.leases.void(welcome.leased)
+                    exchange.void_samples(welcome.leased)
+                    if exchange.versions:
+                        exchange.start_over()
+                        self.prepared.clear()
                 self.slot, self.run_tokens = welcome.slot, max(self.run_tokens, welcome.run_tokens)
                 self.connected = True
                 if self._lost_at_step is not None:
@@ -291,6 +312,7 @@ class Link:
                 exchange.welcomed(tuple(welcome.versions), tuple(welcome.merged_steps), tuple(welcome.counted), welcome.step)
                 if not self.fixed_loaded:
                     self._spawn(self._fetch_fixed(len(welcome.versions)))
+                self._declare()
                 if self.leaving:
                     self._say_leaving()
             elif kind == "refusal":
@@ -308,6 +330,11 @@ class Link:
                 self._to_report = True
             elif kind == "progress":
                 self._told(message.progress.run_tokens)
+            elif kind == "lease":
+                lease = message.lease
+                self.leases.granted(lease.position, Range(lease.pool, lease.start, lease.count))
+            elif kind == "no_lease":
+                self.no_lease = message.no_lease.reason
             elif kind == "give_state":
                 self._spawn(self._give_state(message.give_state.ticket, message.give_state.part))
             elif kind == "caution":
@@ -332,6 +359,12 @@ class Link:
     def _send(self, message: pb.ToSyncer) -> None:
         if self._stream is not None:
             self._stream.send(message)
+
+    def _declare(self) -> None:
+        if self.connected and self.pools:
+            pools = [pb.Pool(name=pool.name, size=pool.size, fingerprint=pool.fingerprint) for pool in self.pools]
+            self._send(pb.ToSyncer(data=pb.Data(pools=pools)))
+            self._report()
 
     def _say_leaving(self) -> None:
         if self.connected:
@@ -381,6 +414,9 @@ class Link:
                 stall_s=self.pace.longest_s,
                 stalled_s=self.pace.stalled_s,
             )
+            if self.pools and self.no_lease is None:
+                need = self.leases.need(self.pace.step_time_s, exchange.sync.ahead_s)
+                report.need.CopyFrom(pb.DataNeed(given=need.given, used=need.used, wanted=need.wanted, least=need.least))
             self.pace.longest_s = 0.0
         self._reported_at = self._clock.now()
         self._send(pb.ToSyncer(report=report))
@@ -477,6 +513,9 @@ class Link:
             size_bytes=len(data),
             checksum=crc,
             upto=give.at.steps,
+            samples_from=give.samples[0],
+            samples_to=give.samples[1],
+            upto_tokens=give.at.tokens,
         )
         while True:
             try:

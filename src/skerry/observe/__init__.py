@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from skerry.observe.accounting import Accountant, RunAccount, account_of
+from skerry.observe.ledger import Ledger, audit_run, ledger_lines
 from skerry.observe.plot import plot_run
 from skerry.observe.status import Event, IslandStatus, Result, RunStatus, Validation
 from skerry.observe.view import LiveView, PlainView, View, open_view
@@ -12,6 +13,7 @@ __all__ = [
     "Accountant",
     "Event",
     "IslandStatus",
+    "Ledger",
     "LiveView",
     "PlainView",
     "Result",
@@ -21,6 +23,8 @@ __all__ = [
     "View",
     "account_lines",
     "account_of",
+    "audit_run",
+    "ledger_lines",
     "open_view",
     "plot_run",
     "summary",

@@ -142,9 +142,23 @@ class Bulk:
     def check(self, name: str, session: str, header: pb.Upload) -> m.Contributed:
         if not self._host.is_connected(name, session):
             raise WireError(f"{name[:MAX_NAME]!r} is not connected with this session")
-        if max(header.step, header.base, header.steps, header.tokens, header.upto) > MAX_COUNT:
+        if (
+            max(header.step, header.base, header.steps, header.tokens, header.upto, header.samples_to, header.upto_tokens)
+            > MAX_COUNT
+        ):
             raise WireError(f"counts must be at most {MAX_COUNT}")
-        offer = m.Contributed(name, header.fragment, header.step, header.base, header.steps, header.tokens, header.upto)
+        offer = m.Contributed(
+            name,
+            header.fragment,
+            header.step,
+            header.base,
+            header.steps,
+            header.tokens,
+            header.upto,
+            session=session,
+            samples=(header.samples_from, header.samples_to),
+            upto_tokens=header.upto_tokens,
+        )
         reason = self._host.core.why_refused(offer)
         if reason is not None:
             raise WireError(reason)

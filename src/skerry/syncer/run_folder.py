@@ -14,6 +14,7 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -28,7 +29,7 @@ from skerry.core.standing import Standing
 from skerry.durable import write_durably
 from skerry.errors import StoreError
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,16 @@ def read_standing(folder: Path) -> Standing:
     with _reading(folder) as database:
         row = database.execute("SELECT data FROM standing").fetchone()
     return Standing.from_json(json.loads(row["data"])) if row else Standing()
+
+
+def read_tape(folder: Path) -> tuple[Standing, list[tuple[str, dict[str, Any]]]]:
+    """Where the run stands and everything on the tape up to there, as (kind, data). Safe beside a running syncer."""
+    with _reading(folder) as database:
+        database.execute("BEGIN")  # both of one moment
+        row = database.execute("SELECT data FROM standing").fetchone()
+        entries = database.execute("SELECT kind, data FROM tape ORDER BY seq").fetchall()
+    standing = Standing.from_json(json.loads(row["data"])) if row else Standing()
+    return standing, [(entry["kind"], json.loads(entry["data"])) for entry in entries]
 
 
 def read_span_s(folder: Path) -> float:

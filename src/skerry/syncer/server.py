@@ -20,6 +20,7 @@ from skerry.clock import Clock, SystemClock
 from skerry.config import to_json
 from skerry.core import messages as m
 from skerry.core.fragment import TensorSpec, check_same_model
+from skerry.core.leases import Need, Pool
 from skerry.core.syncer import SyncerCore
 from skerry.errors import JoinRefused, WireError
 from skerry.syncer.bulk import MAX_COUNT, Bulk
@@ -36,6 +37,9 @@ CONTROL_QUEUE = 4096
 PROGRESS_EVERY_S = 0.25
 METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
+MAX_POOLS = 1000
+MAX_WANTED = 1 << 40
+"""Samples a learner may hold."""
 LINGER_S = (0.5, 10.0)
 """How long an ended run is still served: if everyone has heard of the end, and if somebody may come back."""
 TOLD = ("fault", "healed", "restarted")
@@ -99,6 +103,9 @@ class SyncerServer:
         self._end_is_written = self.core.phase in ("closing", "ended")
         self._held: dict[tuple[object, ...], m.Action] | None = None
         """What waits until it is written that the run closes: of each kind the newest for each learner and fragment."""
+        self._leases: list[m.Lease] = []
+        """What waits to be durable before it is told."""
+        self._telling_leases = False
         self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
         if self.core.phase == "ended":
             self.ended.set()
@@ -138,6 +145,20 @@ class SyncerServer:
             if not isinstance(action, m.Ask) or self.core.is_asked(action):
                 self._perform(action)
 
+    async def _tell_leases(self) -> None:
+        """A lease is told once it is written down, or a syncer that is started again could give the same samples to another."""
+        while self._leases:
+            told, self._leases = self._leases, []
+            while not await self._tape.flush():
+                if self._closing:
+                    return
+                await asyncio.sleep(RETRY_FLUSH_S)
+            for lease in told:
+                if self.is_connected(lease.name, lease.session):
+                    found = pb.Lease(pool=lease.pool, start=lease.start, count=lease.count, position=lease.position)
+                    self.send(lease.name, pb.ToLearner(lease=found))
+        self._telling_leases = False
+
     def _perform(self, action: m.Action) -> None:
         if isinstance(action, m.Record):
             self.record(action.kind, action.data)
@@ -153,8 +174,16 @@ class SyncerServer:
                 merged_steps=action.merged_steps,
                 run_tokens=self.core.tokens,
                 quarantined=action.quarantined,
+                leased=action.leased,
             )
             self.send(action.name, pb.ToLearner(welcome=welcome))
+        elif isinstance(action, m.Lease):
+            self._leases.append(action)
+            if not self._telling_leases:
+                self._telling_leases = True
+                self._begin(self._tell_leases())
+        elif isinstance(action, m.NoLease):
+            self.send(action.name, pb.ToLearner(no_lease=pb.NoLease(reason=action.reason)))
         elif isinstance(action, m.Begin):
             self.send(action.name, pb.ToLearner(begin=pb.Begin(step=action.step)))
         elif isinstance(action, m.Ask):
@@ -319,8 +348,8 @@ class SyncerServer:
             raise JoinRefused(f"protocol mismatch: the syncer speaks version {PROTOCOL}, this learner {hello.protocol}")
         if not 0 < len(hello.name) <= MAX_NAME or not 0 < len(hello.session) <= MAX_NAME:
             raise JoinRefused(f"a learner needs a name and a session of 1 to {MAX_NAME} characters")
-        if max(hello.step, hello.tokens) > MAX_COUNT:
-            raise JoinRefused(f"step and tokens must be at most {MAX_COUNT}")
+        if max(hello.step, hello.tokens, hello.leased) > MAX_COUNT:
+            raise JoinRefused(f"step, tokens and samples must be at most {MAX_COUNT}")
         if hello.run_id and hello.run_id != self.store.identity.run_id:
             raise JoinRefused(f"this syncer serves run {self.store.identity.run_id}, the learner belongs to {hello.run_id}")
         specs = [TensorSpec(t.name, tuple(t.shape), t.dtype, t.rule) for t in hello.tensors]  # type: ignore[arg-type]
@@ -332,7 +361,9 @@ class SyncerServer:
         old = self._connections.get(hello.name)
         if old is not None and old.session == hello.session:
             old.end()
-        joined = m.Joined(hello.name, hello.session, hello.step, hello.tokens, tuple(hello.held))
+        joined = m.Joined(
+            hello.name, hello.session, hello.step, hello.tokens, tuple(hello.held), hello.region[:MAX_NAME], hello.leased
+        )
         actions = self.core.handle(joined, self.clock.now())
         if not any(isinstance(action, m.Welcome) for action in actions):
             self._perform_all(actions)
@@ -364,13 +395,21 @@ class SyncerServer:
                     moved = (report.sent_bytes, report.received_bytes)
                     connection.vitals = Vitals(loss, *moved, report.steps, stall_s, report.stalled_s)
                     said = report.loss if report.HasField("loss") else None
-                    self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s, said))
+                    need = _need(report.need) if report.HasField("need") else None
+                    self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s, said, need))
                 elif kind == "ready":
                     self.dispatch(m.Ready(name))
                 elif kind == "nothing":
                     self.dispatch(m.NothingToGive(name, message.nothing.fragment, message.nothing.step))
                 elif kind == "leaving":
                     self.dispatch(m.Leaving(name))
+                elif kind == "data":
+                    pools = message.data.pools
+                    if not 0 < len(pools) <= MAX_POOLS or any(len(p.name) > MAX_NAME or p.size > MAX_COUNT for p in pools):
+                        self.record("refused", {"learner": name, "reason": "data sets that cannot be"})
+                        continue
+                    found = tuple(Pool(pool.name, pool.size, pool.fingerprint) for pool in pools)
+                    self.dispatch(m.Declared(name, found))
                 elif kind == "restored":
                     self.record("optimizer_state", {"learner": name, "source": message.restored.source[:MAX_NAME]})
                 else:
@@ -455,10 +494,16 @@ def _told_of_the_end(action: m.Action) -> tuple[object, ...] | None:
     return None
 
 
+def _need(need: pb.DataNeed) -> Need:
+    most = need.used + MAX_WANTED
+    return Need(need.given, need.used, min(need.wanted, most), min(need.least, most))
+
+
 def _plausible(report: pb.Report, step_before: int) -> bool:
     times = (report.step_time_s, report.stall_s, report.stalled_s)
     sane_time = all(math.isfinite(time) and 0 <= time < 1e9 for time in times)
-    return sane_time and report.tokens <= MAX_COUNT and report.step <= step_before + MAX_STEPS_AT_ONCE
+    sane_need = max(report.need.given, report.need.used) <= MAX_COUNT
+    return sane_time and sane_need and report.tokens <= MAX_COUNT and report.step <= step_before + MAX_STEPS_AT_ONCE
 
 
 async def run_syncer(

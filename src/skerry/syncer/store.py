@@ -57,7 +57,7 @@ CREATE TABLE IF NOT EXISTS versions (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS counted (
     fragment INTEGER NOT NULL, learner TEXT NOT NULL, session TEXT NOT NULL, version INTEGER NOT NULL,
-    upto INTEGER NOT NULL, PRIMARY KEY (fragment, learner)
+    upto INTEGER NOT NULL, samples INTEGER NOT NULL, PRIMARY KEY (fragment, learner)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS standing (id INTEGER PRIMARY KEY CHECK (id = 1), data TEXT NOT NULL);
 """
@@ -182,7 +182,7 @@ class RunStore:
             for row in self._database.execute("SELECT * FROM counted WHERE fragment = ?", (fragment.index,)):
                 session = standing.sessions.get(row["learner"])
                 if session is not None and session[0] == row["session"]:
-                    found.counted[row["learner"]] = Counted(row["version"], row["upto"])
+                    found.counted[row["learner"]] = Counted(row["version"], row["upto"], row["samples"])
             progress.append(found)
         return states, progress, standing
 
@@ -233,8 +233,8 @@ class RunStore:
         row = (order.fragment, order.version, order.step, merge.file, merge.checksum, shares)
         self._database.execute("INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?)", row)
         for share in order.shares:
-            counted = (order.fragment, share.name, share.session, order.version, share.upto)
-            self._database.execute("INSERT OR REPLACE INTO counted VALUES (?, ?, ?, ?, ?)", counted)
+            counted = (order.fragment, share.name, share.session, order.version, share.upto, share.samples[1])
+            self._database.execute("INSERT OR REPLACE INTO counted VALUES (?, ?, ?, ?, ?, ?)", counted)
 
     def tape(self) -> list[TapeEntry]:
         rows = self._database.execute("SELECT at, kind, data FROM tape ORDER BY seq")

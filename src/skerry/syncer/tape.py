@@ -19,8 +19,8 @@ from skerry.errors import SkerryError, StoreError
 from skerry.syncer.store import RunStore, TapeEntry, Written
 
 WAITING = 10_000
-ONCE = ("began", "closing", "ended")
-"""Kept in any case: there is one of each in a run, and its length is read from them."""
+KEPT = ("began", "closing", "ended", "leased", "returned", "banked")
+"""Kept in any case: the length of a run is read from the first three, the ledger needs the others. There are few of them."""
 
 
 class Tape:
@@ -44,7 +44,7 @@ class Tape:
         if same is not None:
             same.data["times"] = same.data.get("times", 1) + entry.data.get("times", 1)
             same.data["until"] = entry.data.get("until", entry.at)
-        elif len(self._entries) < WAITING or entry.kind in ONCE:
+        elif len(self._entries) < WAITING or entry.kind in KEPT:
             self._entries.append(entry)
             if entry.kind == "merge_failed":
                 self._failures[_which(entry)] = entry

@@ -30,12 +30,21 @@ def run_island(
     tls: TLS | None = None,
     *,
     keep: str | None = None,
+    region: str = "",
     clock: Clock | None = None,
     on_joined: Callable[[Learner], None] | None = None,
 ) -> None:
-    job = build_job(config)
+    job = build_job(config, region)
     learner = join(
-        address, job.model, job.optimizers, name=name, tokens_per_step=job.step_tokens, tls=tls, keep=keep, clock=clock
+        address,
+        job.model,
+        job.optimizers,
+        name=name,
+        tokens_per_step=job.step_tokens,
+        tls=tls,
+        keep=keep,
+        region=region,
+        clock=clock,
     )
     where = (learner.slot, learner.step, learner.optimizer_state, job.device)
     log.info("%s joined in slot %d at step %d with optimizer state %s, on %s", name, *where)
@@ -50,12 +59,11 @@ def run_island(
 
     signal.signal(signal.SIGTERM, on_terminate)
     cold = learner.optimizer_state == "cold"
-    own_step = 0
     report_at = 0.0
-    while not learner.finished:
+    for own_step, samples in enumerate(learner.leased(job.pools, config.train.batch)):
         warm_up = min(1.0, (own_step + 1) / COLD_STEPS) if cold else 1.0
         job.set_lr(lr_factor(learner.progress, config.train) * warm_up)
-        loss = job.backward(*job.batch(learner.step, learner.slot))
+        loss = job.backward(*job.read(samples))
         if time.monotonic() >= report_at:
             # Reading the loss waits for the device, so it is not done at every step.
             last_loss = float(loss)
@@ -65,7 +73,6 @@ def run_island(
                 raise RunFailed(f"{name} is in quarantine and its loss is {last_loss}: starting again")
             report_at = time.monotonic() + REPORT_EVERY_S
         job.apply()
-        own_step += 1
     _leave(learner, asked_to_stop)
 
 

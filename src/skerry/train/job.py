@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from skerry.config import Config, TrainConfig
+from skerry.core.leases import Pool, Range
 from skerry.data.corpus import Corpus, load_corpus
 from skerry.data.windows import Windows
 from skerry.errors import ConfigError
@@ -57,7 +59,8 @@ class Job:
 
     config: Config
     corpus: Corpus
-    windows: Windows
+    windows: dict[str, Windows]
+    """What this worker may read, by pool: the corpus, and what is pinned to its region."""
     model: GPT
     device: torch.device
     forward: nn.Module
@@ -77,7 +80,16 @@ class Job:
         """The samples of worker `worker` at run step `step`: its part of one global batch in the seeded order."""
         workers = max(self.config.islands.count, worker + 1)
         start = (step * workers + worker) * self.config.train.batch
-        inputs, targets = self.windows.batch(start, self.config.train.batch)
+        return self.read([Range("", start, self.config.train.batch)])
+
+    @property
+    def pools(self) -> list[Pool]:
+        return [Pool(name, windows.windows_count, windows.fingerprint()) for name, windows in self.windows.items()]
+
+    def read(self, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
+        """The samples of one inner step."""
+        parts = [self.windows[found.pool].batch(found.start, found.count) for found in ranges]
+        inputs, targets = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -108,7 +120,7 @@ class Job:
             optimizer.zero_grad(set_to_none=True)
 
 
-def build_job(config: Config) -> Job:
+def build_job(config: Config, region: str = "") -> Job:
     device = pick_device(config.islands.device)
     torch.set_num_threads(island_threads(config))
     if device.type == "cuda":
@@ -116,7 +128,14 @@ def build_job(config: Config) -> Job:
     corpus = load_corpus(config.data, config.model.context)
     model = build_gpt(config.model, corpus.vocab, config.train.seed).to(device)
     forward: nn.Module = torch.compile(model) if config.train.compile else model  # type: ignore[assignment]
-    windows = Windows(corpus.train, config.model.context, config.train.seed)
+    windows = {"": Windows(corpus.train, config.model.context, config.train.seed)}
+    for pinned_to, folder in config.data.pinned_folders():
+        if pinned_to == region:
+            own = dataclasses.replace(
+                config.data, corpus="folder" if config.data.corpus == "stdlib" else config.data.corpus, path=folder
+            )
+            tokens = load_corpus(own, config.model.context).train
+            windows[folder] = Windows(tokens, config.model.context, config.train.seed)
     return Job(config, corpus, windows, model, device, forward, build_optimizers(model, config.train))
 
 

@@ -49,20 +49,22 @@ class RunDescription(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., sync_json: _Optional[str] = ..., job_json: _Optional[str] = ...) -> None: ...
 
 class ToSyncer(_message.Message):
-    __slots__ = ("hello", "ready", "report", "nothing", "leaving", "restored")
+    __slots__ = ("hello", "ready", "report", "nothing", "leaving", "restored", "data")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     NOTHING_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     ready: Ready
     report: Report
     nothing: NothingToGive
     leaving: Leaving
     restored: Restored
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., nothing: _Optional[_Union[NothingToGive, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ...) -> None: ...
+    data: Data
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., nothing: _Optional[_Union[NothingToGive, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., data: _Optional[_Union[Data, _Mapping]] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "rule")
@@ -77,7 +79,7 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rule: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "name", "session", "tensors", "run_id", "step", "tokens", "held")
+    __slots__ = ("protocol", "name", "session", "tensors", "run_id", "step", "tokens", "held", "region", "leased")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +88,8 @@ class Hello(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     name: str
     session: str
@@ -94,14 +98,32 @@ class Hello(_message.Message):
     step: int
     tokens: int
     held: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ...) -> None: ...
+    region: str
+    leased: int
+    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ..., region: _Optional[str] = ..., leased: _Optional[int] = ...) -> None: ...
+
+class Data(_message.Message):
+    __slots__ = ("pools",)
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[Pool]
+    def __init__(self, pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ...) -> None: ...
+
+class Pool(_message.Message):
+    __slots__ = ("name", "size", "fingerprint")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size: int
+    fingerprint: int
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., fingerprint: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("step", "tokens", "step_time_s", "loss", "sent_bytes", "received_bytes", "steps", "stall_s", "stalled_s")
+    __slots__ = ("step", "tokens", "step_time_s", "loss", "sent_bytes", "received_bytes", "steps", "stall_s", "stalled_s", "need")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +133,7 @@ class Report(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
     STALLED_S_FIELD_NUMBER: _ClassVar[int]
+    NEED_FIELD_NUMBER: _ClassVar[int]
     step: int
     tokens: int
     step_time_s: float
@@ -120,7 +143,20 @@ class Report(_message.Message):
     steps: int
     stall_s: float
     stalled_s: float
-    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., loss: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., stall_s: _Optional[float] = ..., stalled_s: _Optional[float] = ...) -> None: ...
+    need: DataNeed
+    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., loss: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., stall_s: _Optional[float] = ..., stalled_s: _Optional[float] = ..., need: _Optional[_Union[DataNeed, _Mapping]] = ...) -> None: ...
+
+class DataNeed(_message.Message):
+    __slots__ = ("given", "used", "wanted", "least")
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    LEAST_FIELD_NUMBER: _ClassVar[int]
+    given: int
+    used: int
+    wanted: int
+    least: int
+    def __init__(self, given: _Optional[int] = ..., used: _Optional[int] = ..., wanted: _Optional[int] = ..., least: _Optional[int] = ...) -> None: ...
 
 class NothingToGive(_message.Message):
     __slots__ = ("fragment", "step")
@@ -141,7 +177,7 @@ class Restored(_message.Message):
     def __init__(self, source: _Optional[str] = ...) -> None: ...
 
 class ToLearner(_message.Message):
-    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state")
+    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state", "lease", "no_lease")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +188,8 @@ class ToLearner(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     CAUTION_FIELD_NUMBER: _ClassVar[int]
     GIVE_STATE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    NO_LEASE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     begin: Begin
@@ -162,10 +200,12 @@ class ToLearner(_message.Message):
     progress: Progress
     caution: Caution
     give_state: GiveState
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ..., give_state: _Optional[_Union[GiveState, _Mapping]] = ...) -> None: ...
+    lease: Lease
+    no_lease: NoLease
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ..., give_state: _Optional[_Union[GiveState, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., no_lease: _Optional[_Union[NoLease, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_steps", "quarantined")
+    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_steps", "quarantined", "leased")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +215,7 @@ class Welcome(_message.Message):
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     MERGED_STEPS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     slot: int
     step: int
@@ -184,7 +225,26 @@ class Welcome(_message.Message):
     counted: _containers.RepeatedScalarFieldContainer[int]
     merged_steps: _containers.RepeatedScalarFieldContainer[int]
     quarantined: bool
-    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ..., merged_steps: _Optional[_Iterable[int]] = ..., quarantined: bool = ...) -> None: ...
+    leased: int
+    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ..., merged_steps: _Optional[_Iterable[int]] = ..., quarantined: bool = ..., leased: _Optional[int] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("pool", "start", "count", "position")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    start: int
+    count: int
+    position: int
+    def __init__(self, pool: _Optional[str] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+
+class NoLease(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason",)
@@ -285,7 +345,7 @@ class BulkHello(_message.Message):
     def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class Upload(_message.Message):
-    __slots__ = ("fragment", "step", "base", "steps", "tokens", "upto", "codec", "size_bytes", "checksum")
+    __slots__ = ("fragment", "step", "base", "steps", "tokens", "upto", "codec", "size_bytes", "checksum", "samples_from", "samples_to", "upto_tokens")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +355,9 @@ class Upload(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FROM_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_TO_FIELD_NUMBER: _ClassVar[int]
+    UPTO_TOKENS_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     step: int
     base: int
@@ -304,7 +367,10 @@ class Upload(_message.Message):
     codec: str
     size_bytes: int
     checksum: int
-    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., upto: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    samples_from: int
+    samples_to: int
+    upto_tokens: int
+    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., upto: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., samples_from: _Optional[int] = ..., samples_to: _Optional[int] = ..., upto_tokens: _Optional[int] = ...) -> None: ...
 
 class Fetch(_message.Message):
     __slots__ = ("fragment", "version")

@@ -1,0 +1,94 @@
+"""The learner's side of data leases: which samples come next, and which have been trained on. Plain state, without threads.
+
+Ranges are read in the order they were given. A loader may read ahead of training: what it took counts as used only when the
+step it went into is done. When nothing is left (the syncer is away for long, say), samples that were read last are read once
+more instead of waiting; they are not counted as leased again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from skerry.core.leases import Need, Range
+
+FIRST_STEPS = 64
+"""What is wanted before the pace is known, in steps."""
+LEAST_STEPS = 4
+REPEATED = 4096
+"""Ranges that are remembered to be read once more."""
+
+
+class LeaseBook:
+    def __init__(self) -> None:
+        self.given = 0
+        self.taken = 0
+        self.used = 0
+        self._ahead: deque[Range] = deque()
+        self._read: deque[Range] = deque(maxlen=REPEATED)
+        self._under_way: deque[int] = deque()
+        """Of each batch that was taken and not trained on yet: how many of its samples count as used then."""
+        self._step_samples = 1
+        self._batches_per_step = 1
+        self.repeats = 0
+        """Samples that were read once more."""
+
+    @property
+    def held(self) -> int:
+        """Samples that can be taken now."""
+        return self.given - self.taken
+
+    def granted(self, position: int, found: Range) -> None:
+        """Ranges come in order on one connection; after a new one some come again."""
+        if position == self.given:
+            self._ahead.append(found)
+            self.given += found.count
+
+    def void(self, position: int) -> None:
+        """What was given up to here is not ours any more. What is being trained on meanwhile counts as read once more."""
+        self.given = self.taken = self.used = position
+        self._ahead.clear()
+        self._read.clear()
+        self._under_way = deque([0] * len(self._under_way))
+
+    def take(self, count: int, batches_per_step: int = 1, may_repeat: bool = True) -> list[Range]:
+        """The next `count` samples, or none if they are not there."""
+        self._step_samples, self._batches_per_step = count * batches_per_step, batches_per_step
+        if self.held >= count:
+            taken = _take(self._ahead, count)
+            self._read.extend(taken)
+            self.taken += count
+            self._under_way.append(count)
+            return taken
+        if may_repeat and sum(found.count for found in self._read) >= count:
+            again = _take(self._read, count)
+            self._read.extend(again)
+            self.repeats += count
+            self._under_way.append(0)
+            return again
+        return []
+
+    def step_done(self) -> int:
+        """The batches of one step are trained on. Returns how many samples that adds to those used."""
+        added = 0
+        for _ in range(min(self._batches_per_step, len(self._under_way))):
+            added += self._under_way.popleft()
+        self.used += added
+        return added
+
+    def need(self, step_time_s: float, ahead_s: float) -> Need:
+        steps = max(LEAST_STEPS, ahead_s / step_time_s) if step_time_s > 0 else FIRST_STEPS
+        return Need(
+            self.given, self.used, self.taken + int(steps * self._step_samples), self.taken + LEAST_STEPS * self._step_samples
+        )
+
+
+def _take(ranges: deque[Range], count: int) -> list[Range]:
+    taken = []
+    while count > 0:
+        first = ranges.popleft()
+        if first.count > count:
+            ranges.appendleft(Range(first.pool, first.start + count, first.count - count))
+            first = Range(first.pool, first.start, count)
+        taken.append(first)
+        count -= first.count
+    return taken

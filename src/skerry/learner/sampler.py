@@ -1,0 +1,66 @@
+"""Data leased from the run, as a training loop takes it: batches of sample numbers, or of items for a torch DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skerry.core.leases import Pool, Range
+from skerry.core.shuffle import Shuffle
+from skerry.errors import ConfigError
+from skerry.learner.link import Link
+
+WAIT_S = 0.2
+
+
+class LeasedRanges:
+    """Ranges of sample numbers, a batch of `batch` samples at a time, until the run closes.
+
+    Waits only before the very first batch, and in lock-step. A step must use exactly `batches_per_step` of them, in order.
+    """
+
+    def __init__(self, link: Link, pools: tuple[Pool, ...], batch: int, batches_per_step: int = 1) -> None:
+        if batch < 1 or batches_per_step < 1:
+            raise ValueError(f"batch and batches_per_step must be >= 1, got {batch} and {batches_per_step}")
+        self._link = link
+        self._batch = batch
+        self._batches_per_step = batches_per_step
+        link.want_leases(pools)
+
+    def __iter__(self) -> Iterator[list[Range]]:
+        return self
+
+    def __next__(self) -> list[Range]:
+        link = self._link
+        exchange = link.exchange
+        assert exchange is not None
+        with link.changed:
+            while exchange.phase != "stopped":
+                if link.no_lease is not None:
+                    raise ConfigError(link.no_lease)
+                found = link.leases.take(self._batch, self._batches_per_step, may_repeat=not exchange.sync.wait)
+                if found:
+                    return found
+                link.changed.wait(WAIT_S)
+        raise StopIteration
+
+
+class LeasedSampler:
+    """For `DataLoader(batch_sampler=...)`: lists of items of one data set, or of (pool, item) of several."""
+
+    def __init__(self, link: Link, size: int | Mapping[str, int], batch: int, seed: int = 0, batches_per_step: int = 1) -> None:
+        sizes = dict(size) if isinstance(size, Mapping) else {"": size}
+        if not sizes or any(not isinstance(count, int) or count < 1 for count in sizes.values()):
+            raise ValueError(f"a data set must hold at least one sample, got {size!r}")
+        self._several = isinstance(size, Mapping)
+        self._shuffles = {name: Shuffle(count, seed) for name, count in sizes.items()}
+        pools = tuple(Pool(name, count, seed % (1 << 64)) for name, count in sizes.items())
+        self._ranges = LeasedRanges(link, pools, batch, batches_per_step)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for ranges in self._ranges:
+            yield [item for found in ranges for item in self._items(found)]
+
+    def _items(self, found: Range) -> list[Any]:
+        indices = self._shuffles[found.pool].indices(found.start, found.count)
+        return [(found.pool, index) for index in indices] if self._several else indices

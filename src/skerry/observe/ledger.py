@@ -1,0 +1,359 @@
+"""What became of every sample and every token, worked out from the tape alone and checked.
+
+Of samples: each time one is leased to a process, it ends as
+    applied     in a merged contribution of that process, to at least one fragment
+    dropped     trained on, or about to be, and in no merge: replaced by a merged version, refused, or given with a contribution
+                that was never merged
+    returned    given back, to be leased again
+    open        still held, or held when the run ended
+
+Of tokens, fragment by fragment, because a fragment is merged on its own: what was trained on is
+    applied     in a merged contribution
+    replaced    not in one, because a merged version took its place first
+    lost        done after a process's last merged contribution, and then the process ended
+    open        the same of a process that goes on, or went on when the run ended
+
+The words are explained in docs/ledger.md. Everything that cannot be is a discrepancy, and is said.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skerry.core.leases import Leases
+from skerry.syncer.run_folder import read_identity, read_tape
+
+Span = tuple[int, int]
+"""From, to."""
+
+
+@dataclass
+class Leasing:
+    """What one process was given and what became of it."""
+
+    learner: str
+    session: str
+    given: list[tuple[int, str, int, int]] = field(default_factory=list)
+    """Position, pool, first number, count."""
+    returned: list[Span] = field(default_factory=list)
+    """Positions."""
+    applied: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    """Fragment → positions."""
+    merged: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    """Fragment → tokens, counted over all the process trained on."""
+    trained: int = 0
+    """Tokens, as far as they were reported."""
+    ended: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.given[-1][0] + self.given[-1][3] if self.given else 0
+
+
+@dataclass
+class TokenAccount:
+    """Of one fragment."""
+
+    applied: int = 0
+    replaced: int = 0
+    lost: int = 0
+    open: int = 0
+
+
+@dataclass
+class Ledger:
+    leased: int = 0
+    applied: int = 0
+    dropped: int = 0
+    returned: int = 0
+    open: int = 0
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Pool → how many different samples were ever leased."""
+    waiting: dict[str, int] = field(default_factory=dict)
+    """Pool → how many were given back and not leased again."""
+    trained: int = 0
+    """Tokens all processes trained on."""
+    tokens: list[TokenAccount] = field(default_factory=list)
+    """What became of them, by fragment."""
+    discrepancies: list[str] = field(default_factory=list)
+    incomplete: bool = False
+    """Entries are missing on the tape, because the disk was full for long."""
+
+    @property
+    def adds_up(self) -> bool:
+        return not self.discrepancies
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "samples": {
+                "leased": self.leased,
+                "applied": self.applied,
+                "dropped": self.dropped,
+                "returned": self.returned,
+                "open": self.open,
+            },
+            "numbers": self.numbers,
+            "waiting": self.waiting,
+            "trained": self.trained,
+            "tokens": [vars(account) for account in self.tokens],
+            "discrepancies": self.discrepancies,
+            "adds_up": self.adds_up,
+        }
+
+
+class Auditor:
+    """Reads tape entries one by one, in their order."""
+
+    def __init__(self, fragments: int) -> None:
+        self._fragments = fragments
+        self._leasings: dict[str, Leasing] = {}
+        self._present: dict[str, str] = {}
+        """Learner → its present process."""
+        self._holders: dict[str, list[tuple[int, int, str | None]]] = defaultdict(list)
+        """Pool → all numbers ever leased, in order, and who holds them; nobody if they were given back."""
+        self._ended = False
+        self._ledger = Ledger(tokens=[TokenAccount() for _ in range(fragments)])
+
+    def apply(self, kind: str, data: Mapping[str, Any]) -> None:
+        if kind == "joined":
+            before = self._present.get(data["learner"])
+            if before not in (None, data["session"]):
+                self._end(before)
+            self._present[data["learner"]] = data["session"]
+            self._of(data["session"], data["learner"]).ended = False
+        elif kind == "left":
+            self._end(self._present.get(data["learner"]))
+        elif kind == "banked":
+            self.trained(data["session"], data["learner"], data["tokens"])
+            self._end(data["session"])
+        elif kind == "ended":
+            self._ended = True
+        elif kind == "leased":
+            self._leased(data)
+        elif kind == "returned":
+            self._returned(data)
+        elif kind == "merged":
+            self._merged(data)
+        elif kind == "tape_gap":
+            self._ledger.incomplete = True
+
+    def trained(self, session: str, learner: str, tokens: int) -> None:
+        """How far a process got, by its last report."""
+        leasing = self._of(session, learner)
+        leasing.trained = max(tokens, leasing.trained)
+
+    # ------------------------------------------------------------ entries
+
+    def _wrong(self, what: str) -> None:
+        self._ledger.discrepancies.append(what)
+
+    def _of(self, session: str, learner: str) -> Leasing:
+        return self._leasings.setdefault(session, Leasing(learner, session))
+
+    def _end(self, session: str | None) -> None:
+        if session is not None and session in self._leasings:
+            self._leasings[session].ended = True
+
+    def _leased(self, data: Mapping[str, Any]) -> None:
+        leasing = self._of(data["session"], data["learner"])
+        position, start, count = data["position"], data["start"], data["count"]
+        if position != leasing.total:
+            self._wrong(f"{leasing.learner} was given position {position} after {leasing.total}")
+        leasing.given.append((position, data["pool"], start, count))
+        self._hand_over(data["pool"], (start, start + count), None, leasing.session)
+
+    def _returned(self, data: Mapping[str, Any]) -> None:
+        leasing = self._of(data["session"], data["learner"])
+        count = sum(count for _, _, count in data["ranges"])
+        leasing.returned.append((data["position"], data["position"] + count))
+        if data["position"] + count != leasing.total:
+            self._wrong(f"{leasing.learner} gave back up to {data['position'] + count} of {leasing.total}")
+        for pool, start, count in data["ranges"]:
+            self._hand_over(pool, (start, start + count), leasing.session, None)
+
+    def _hand_over(self, pool: str, numbers: Span, before: str | None, after: str | None) -> None:
+        """A number is held by one process at a time."""
+        start, stop = numbers
+        spans = self._holders[pool]
+        frontier = spans[-1][1] if spans else 0
+        if start > frontier or (stop > frontier and before is not None):
+            self._wrong(f"samples {start} to {stop} of pool {pool!r} are handed over, but only {frontier} were ever leased")
+        first = max(0, bisect.bisect(spans, start, key=lambda span: span[0]) - 1)
+        last = bisect.bisect_left(spans, stop, key=lambda span: span[0])
+        kept: list[tuple[int, int, str | None]] = []
+        for a, b, holder in spans[first:last]:
+            left, right = max(a, start), min(b, stop)
+            if left < right and holder != before:
+                self._wrong(f"samples {left} to {right} of pool {pool!r} were held by {_short(holder)}, not {_short(before)}")
+            kept += [(x, y, holder) for x, y in ((a, min(b, start)), (max(a, stop), b)) if x < y]
+        spans[first:last] = _joined([*kept, (start, stop, after)])
+
+    def _merged(self, data: Mapping[str, Any]) -> None:
+        fragment = data["fragment"]
+        for share in data["shares"]:
+            leasing = self._of(share["session"], share["name"])
+            leasing.merged[fragment].append((share["upto_tokens"] - share["tokens"], share["upto_tokens"]))
+            start, stop = share["samples"]
+            if stop > leasing.total:
+                self._wrong(f"{leasing.learner} contributed samples up to {stop} and was given {leasing.total}")
+            if stop > start:
+                leasing.applied[fragment].append((start, stop))
+
+    # ------------------------------------------------------------ the sum
+
+    def ledger(self) -> Ledger:
+        ledger = self._ledger
+        ledger.leased = ledger.applied = ledger.dropped = ledger.returned = ledger.open = 0
+        ledger.tokens = [TokenAccount() for _ in range(self._fragments)]
+        for leasing in self._leasings.values():
+            self._add_samples(leasing)
+            self._add_tokens(leasing)
+        ledger.trained = sum(leasing.trained for leasing in self._leasings.values())
+        for pool, spans in self._holders.items():
+            ledger.numbers[pool] = sum(stop - start for start, stop, _ in spans)
+            ledger.waiting[pool] = sum(stop - start for start, stop, holder in spans if holder is None)
+        self._check_numbers()
+        parts = ledger.applied + ledger.dropped + ledger.returned + ledger.open
+        if ledger.leased != parts:
+            self._wrong(f"{ledger.leased} samples were leased, and {parts} have an end")
+        again = ledger.returned - sum(ledger.waiting.values())
+        if ledger.leased - again != sum(ledger.numbers.values()):
+            self._wrong(
+                f"{ledger.leased} leased less {again} leased again are not the {sum(ledger.numbers.values())} there are"
+            )
+        return ledger
+
+    def _add_samples(self, leasing: Leasing) -> None:
+        for fragment, spans in [*leasing.applied.items(), *leasing.merged.items()]:
+            ordered = sorted(spans)
+            for (_, end), (start, _) in itertools.pairwise(ordered):
+                if start < end:
+                    self._wrong(f"{start} to {end} of {leasing.learner} are in fragment {fragment} twice")
+        applied = _union(span for spans in leasing.applied.values() for span in spans)
+        returned = _union(leasing.returned)
+        if _length(applied) + _length(returned) != _length(_union([*applied, *returned])):
+            self._wrong(f"samples that {leasing.learner} gave back are in a merge of its own")
+        last = max([stop for _, stop in [*applied, *returned]], default=0)
+        rest = leasing.total - last
+        ledger = self._ledger
+        ledger.leased += sum(count for _, _, _, count in leasing.given)
+        ledger.applied += _length(applied)
+        ledger.returned += _length(returned)
+        ledger.open += 0 if leasing.ended else rest
+        ledger.dropped += last - _length(applied) - _length(returned) + (rest if leasing.ended else 0)
+
+    def _add_tokens(self, leasing: Leasing) -> None:
+        for fragment, account in enumerate(self._ledger.tokens):
+            spans = leasing.merged[fragment]
+            applied, last = _length(spans), max((stop for _, stop in spans), default=0)
+            if last > leasing.trained:
+                self._wrong(
+                    f"{leasing.learner} trained on {leasing.trained} tokens, and {last} are said to be in fragment {fragment}"
+                )
+            account.applied += applied
+            account.replaced += last - applied
+            if leasing.ended or self._ended:
+                account.lost += leasing.trained - last
+            else:
+                account.open += leasing.trained - last
+
+    def _check_numbers(self) -> None:
+        """No sample is applied by two processes."""
+        applied: dict[str, list[Span]] = defaultdict(list)
+        for leasing in self._leasings.values():
+            spans = _union(span for spans in leasing.applied.values() for span in spans)
+            following = 0
+            for position, pool, start, count in leasing.given:
+                while following < len(spans) and spans[following][1] <= position:
+                    following += 1
+                for a, b in itertools.islice(spans, following, None):
+                    if a >= position + count:
+                        break
+                    left, right = max(a, position), min(b, position + count)
+                    applied[pool].append((start + left - position, start + right - position))
+        for pool, spans in applied.items():
+            ordered = sorted(spans)
+            for (_, end), (start, _) in itertools.pairwise(ordered):
+                if start < end:
+                    self._wrong(f"samples {start} to {end} of pool {pool!r} are applied by two processes")
+
+
+def audit_run(folder: Path) -> Ledger:
+    """The ledger of a run folder, also beside a running syncer."""
+    standing, entries = read_tape(folder)
+    auditor = Auditor(len(read_identity(folder).layout.fragments))
+    for kind, data in entries:
+        auditor.apply(kind, data)
+    for name, (session, _, _, tokens) in standing.sessions.items():
+        auditor.trained(session, name, tokens)
+    ledger = auditor.ledger()
+    # What the syncer itself counted must be the same.
+    if ledger.trained != standing.tokens:
+        ledger.discrepancies.append(f"the syncer counted {standing.tokens} tokens, the tape {ledger.trained}")
+    leases = Leases()
+    leases.restore(standing.leases)
+    counted = {name: (pool.given, pool.waiting) for name, pool in leases.pools.items() if pool.given}
+    found = {name: (count, ledger.waiting[name]) for name, count in ledger.numbers.items()}
+    if counted != found:
+        ledger.discrepancies.append(f"the syncer counted (leased, waiting) {counted}, the tape {found}")
+    return ledger
+
+
+def ledger_lines(ledger: Ledger, sizes: Sequence[int]) -> str:
+    """For a terminal. `sizes` are the fragments' numbers of parameters."""
+    lines = []
+    if ledger.leased:
+        lines.append(f"samples leased {ledger.leased:>16,}")
+        for word in ("applied", "dropped", "returned", "open"):
+            lines.append(f"  {word:<12} {getattr(ledger, word):>16,}")
+        for pool, count in ledger.numbers.items():
+            where = f" of pool {pool}" if pool else ""
+            lines.append(f"different samples{where}: {count:,}, of which {ledger.waiting[pool]:,} wait to be leased again")
+    else:
+        lines.append("no samples were leased: the islands bring their own data")
+    lines.append(f"tokens trained {ledger.trained:>16,}   (mean over the model)")
+    whole = sum(sizes) or 1
+    for word in ("applied", "replaced", "lost", "open"):
+        mean = sum(size * getattr(account, word) for size, account in zip(sizes, ledger.tokens, strict=True)) / whole
+        share = f"{mean / ledger.trained:>7.2%}" if ledger.trained else ""
+        lines.append(f"  {word:<12} {mean:>16,.0f} {share}")
+    if ledger.incomplete:
+        lines.append("entries are missing on the tape, because the disk was full for long")
+    lines += [f"DOES NOT ADD UP: {what}" for what in ledger.discrepancies[:20]]
+    if ledger.adds_up:
+        lines.append("everything adds up")
+    return "\n".join(lines)
+
+
+def _short(session: str | None) -> str:
+    return f"process {session[:8]}" if session else "nobody"
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _length(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def _joined(spans: Iterable[tuple[int, int, str | None]]) -> list[tuple[int, int, str | None]]:
+    found: list[tuple[int, int, str | None]] = []
+    for start, stop, holder in sorted(spans, key=lambda span: span[0]):
+        if found and found[-1][1] == start and found[-1][2] == holder:
+            found[-1] = (found[-1][0], stop, holder)
+        else:
+            found.append((start, stop, holder))
+    return found
