@@ -21,6 +21,7 @@ from skerry.chaos.desk import ask
 from skerry.chaos.inflicted import Inflicted
 from skerry.errors import ConfigError
 from skerry.metrics import MetricsTail
+from skerry.observe.ledger import audit_run
 from skerry.wire.client import close_run
 
 JOB = """
@@ -133,9 +134,18 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 @pytest.fixture
-def run(shared: Run) -> Run:
+def run(shared: Run) -> Iterator[Run]:
     shared.healthy()
-    return shared
+    yield shared
+    check_ledger(shared.folder)
+
+
+def check_ledger(folder: Path) -> None:
+    """Whatever happened, every sample and every token is accounted for."""
+    ledger = audit_run(folder)
+    assert ledger.adds_up and ledger.applied, ledger.discrepancies
+    for account in ledger.tokens:
+        assert account.applied + account.replaced + account.lost + account.open == ledger.trained
 
 
 def stop(run: Run) -> None:
@@ -183,6 +193,7 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
     assert json.loads((run.folder / "result.json").read_text())["tokens"] > 0
     assert [data.get("words") for _, data in run.tape("fault")].count("kill island-1 @ step 40") == 1
     assert [path.name for path in (run.folder / "chaos" / "requests").iterdir()] == []
+    check_ledger(run.folder)
 
 
 # ------------------------------------------------------------ processes

@@ -144,18 +144,16 @@ def test_an_island_with_a_cold_optimizer_warms_up(state: str, monkeypatch) -> No
     """Only the first steps of run_island are looked at, so what it trains and what it joins are not real."""
     rates: list[float] = []
     learner = SimpleNamespace(slot=0, step=400, optimizer_state=state, progress=0.5, quarantined=False, name="island")
-    learner.finished = False
+    learner.leased = lambda pools, batch: [[]] * 30
     learner.report = lambda loss: None
     learner.leave = lambda timeout_s=60.0: None
     config = Config().resolved()
 
-    def apply() -> None:
-        learner.finished = len(rates) == 30
-
-    job = SimpleNamespace(model=None, optimizers=[], step_tokens=1, device="cpu", set_lr=rates.append, apply=apply)
-    job.batch = lambda step, slot: ()
+    job = SimpleNamespace(model=None, optimizers=[], step_tokens=1, device="cpu", pools=[], set_lr=rates.append)
+    job.read = lambda samples: ()
     job.backward = lambda: 1.0
-    monkeypatch.setattr(island_module, "build_job", lambda config: job)
+    job.apply = lambda: None
+    monkeypatch.setattr(island_module, "build_job", lambda config, region: job)
     monkeypatch.setattr(island_module, "join", lambda *arguments, **options: learner)
     before = signal.getsignal(signal.SIGTERM)
     try:

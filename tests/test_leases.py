@@ -36,8 +36,8 @@ from skerry.observe.ledger import Auditor
 POOL = Pool("", 100)
 
 
-def need(wanted: int, given: int = 0, used: int = 0, least: int = 0) -> Need:
-    return Need(given, used, wanted, least or used)
+def need(wanted: int, given: int = 0, taken: int = 0, least: int = 0) -> Need:
+    return Need(given, taken, wanted, least or taken)
 
 
 def holder(leases: Leases, name: str, *, session: str = "s", region: str = "", pools: tuple[Pool, ...] = (POOL,)) -> None:
@@ -59,7 +59,7 @@ def test_ranges_follow_each_other_and_what_comes_back_goes_out_first() -> None:
     assert ranges(leases.give("b", need(20), 2)) == [(0, 20, 40)]
     leases.merged("a", "s", 8)
     assert leases.take_back("a") == ("s", 8, [Range("", 8, 12)])
-    assert ranges(leases.give("b", need(45, given=20, used=10), 1)) == [(20, 8, 20), (32, 40, 53)]
+    assert ranges(leases.give("b", need(45, given=20, taken=10), 1)) == [(20, 8, 20), (32, 40, 53)]
 
 
 def test_a_range_is_given_once_on_a_connection_and_again_on_a_new_one() -> None:
@@ -171,13 +171,13 @@ def test_whatever_happens_a_number_has_one_holder(seed: int) -> None:
 
 
 def test_what_was_taken_counts_as_used_when_its_step_is_done() -> None:
-    book = LeaseBook()
+    book = LeaseBook(3)
     book.granted(0, Range("", 10, 7))
-    assert book.take(3) == [Range("", 10, 3)] and book.take(3) == [Range("", 13, 3)]
+    assert book.take() == [Range("", 10, 3)] and book.take() == [Range("", 13, 3)]
     assert (book.taken, book.used, book.held) == (6, 0, 1)
     assert book.step_done() == 3 and book.used == 3
     book.granted(7, Range("", 90, 4))
-    assert book.take(3) == [Range("", 16, 1), Range("", 90, 2)]
+    assert book.take() == [Range("", 16, 1), Range("", 90, 2)]
 
 
 def test_ranges_that_come_again_or_too_early_are_passed_over() -> None:
@@ -189,34 +189,35 @@ def test_ranges_that_come_again_or_too_early_are_passed_over() -> None:
 
 
 def test_when_nothing_is_left_the_last_samples_are_read_again_and_do_not_count() -> None:
-    book = LeaseBook()
-    assert book.take(2) == [], "nothing to repeat yet"
+    book = LeaseBook(2)
+    assert book.take() == [], "nothing to repeat yet"
     book.granted(0, Range("", 0, 5))
-    read = [book.take(2) for _ in range(4)]
+    read = [book.take() for _ in range(4)]
     assert read == [[Range("", 0, 2)], [Range("", 2, 2)], [Range("", 0, 2)], [Range("", 2, 2)]]
     assert [book.step_done() for _ in range(4)] == [2, 2, 0, 0]
     assert (book.used, book.repeats) == (4, 4)
     book.granted(5, Range("", 40, 5))
-    assert book.take(2) == [Range("", 4, 1), Range("", 40, 1)]
-    assert LeaseBook().take(2, may_repeat=False) == []
+    assert book.take() == [Range("", 4, 1), Range("", 40, 1)]
+    assert book.take() and book.take(), "the rest"
+    assert book.take(may_repeat=False) == []
 
 
 def test_gradients_accumulated_over_batches_are_one_step() -> None:
-    book = LeaseBook()
+    book = LeaseBook(4, batches_per_step=2)
     book.granted(0, Range("", 0, 100))
     for _ in range(6):
-        book.take(4, batches_per_step=2)
+        book.take()
     assert book.step_done() == 8 and book.used == 8
     assert book.need(0.0, 60.0).least == 24 + 4 * 8
 
 
 def test_void_leases_do_not_count_even_if_a_batch_is_being_trained_on() -> None:
-    book = LeaseBook()
+    book = LeaseBook(4)
     book.granted(0, Range("", 0, 10))
-    book.take(4)
+    book.take()
     book.void(10)
     assert book.step_done() == 0 and (book.given, book.used, book.held) == (10, 10, 0)
-    assert book.take(4) == [], "what is not ours any more is not read again"
+    assert book.take() == [], "what is not ours any more is not read again"
 
 
 # ---------------------------------------------------------------- the state machine

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from skerry.config import Config, from_json
 from skerry.metrics import MetricsTail
 from skerry.models.gpt import build_gpt
+from skerry.observe.ledger import audit_run
 from skerry.train.job import load_weights
 
 JOB = """
@@ -107,6 +108,9 @@ class Run:
     def finish(self) -> dict:
         status = self.process.wait(120)
         assert status == 0, f"exit status {status}:\n{self.output}"
+        if (self.folder / "tape.sqlite").exists():
+            ledger = audit_run(self.folder)
+            assert ledger.adds_up and ledger.applied, ledger.discrepancies
         return json.loads((self.folder / "result.json").read_text())
 
     def versions(self) -> dict[int, int]:

@@ -123,8 +123,8 @@ def test_a_damaged_run_file_is_named(folder: Path, text: str) -> None:
 
 def test_a_run_of_another_format_is_refused(folder: Path) -> None:
     text = (folder / "run.json").read_text()
-    (folder / "run.json").write_text(text.replace('"format": 1', '"format": 2'))
-    with pytest.raises(StoreError, match=f"{folder} has run format 2, this Skerry reads 1"):
+    (folder / "run.json").write_text(text.replace('"format": 2', '"format": 1'))
+    with pytest.raises(StoreError, match=f"{folder} has run format 1, this Skerry reads 2"):
         read_identity(folder)
 
 

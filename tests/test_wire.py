@@ -108,7 +108,7 @@ def test_a_stream_that_ends_without_a_word_is_ended(run_folder: Path, start_sync
         ({"session": ""}, "a name and a session of 1 to 200 characters"),
         ({"session": "x" * 3_000_000}, "a name and a session of 1 to 200 characters"),
         ({"run_id": "0123"}, "the learner belongs to 0123"),
-        ({"step": 2**64 - 1}, "step and tokens must be at most"),
+        ({"step": 2**64 - 1}, "step, tokens and samples must be at most"),
     ],
     ids=["no name", "long name", "no session", "long session", "other run", "huge step"],
 )

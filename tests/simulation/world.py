@@ -120,11 +120,11 @@ class Island:
             learner = self.learner = Learner(link, [optimizer], TOKENS, self.clock)
             learner.recover(None)
             if world.pool is not None:
-                link.want_leases((world.pool,))
+                link.want_leases((world.pool,), world.batch)
             while not learner.finished and not self.wants_to_leave:
                 await asyncio.sleep(self.step_s * world.chance.uniform(0.9, 1.1))
                 await self._thawed()
-                if world.pool is not None and not link.leases.take(world.batch):
+                if world.pool is not None and not link.leases.take():
                     continue  # the first has not come yet
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, world.chance.choice([-1.0, 1.0]))

@@ -51,8 +51,8 @@ class Need:
 
     given: int
     """It knows of ranges up to here."""
-    used: int
-    """It has trained on samples up to here."""
+    taken: int
+    """It has read samples up to here."""
     wanted: int
     least: int
     """It would like to hold ranges up to `wanted`, and up to `least` even at the end of an epoch."""
@@ -186,9 +186,9 @@ class Leases:
             holding.told = min(need.given, holding.given)
         told = _with_positions(holding.behind(holding.told), holding.given)
         share = sum(self.pools[pool].left_of_epoch for pool in readable) // (2 * max(1, live))
-        target = min(need.wanted, max(need.least, need.used + share))
+        target = min(need.wanted, max(need.least, need.taken + share))
         fresh: list[tuple[int, Range]] = []
-        if holding.given - need.used < REFILL_BELOW * (target - need.used):
+        if holding.given - need.taken < REFILL_BELOW * (target - need.taken):
             fresh = self._give_new(holding, readable, target - holding.given)
         holding.told = holding.given
         return told + fresh, fresh

@@ -14,12 +14,13 @@ from skerry.core.leases import Need, Range
 FIRST_STEPS = 64
 """What is wanted before the pace is known, in steps."""
 LEAST_STEPS = 4
+LOW_STEPS = 8
 REPEATED = 4096
 """Ranges that are remembered to be read once more."""
 
 
 class LeaseBook:
-    def __init__(self) -> None:
+    def __init__(self, batch: int = 1, batches_per_step: int = 1) -> None:
         self.given = 0
         self.taken = 0
         self.used = 0
@@ -27,15 +28,23 @@ class LeaseBook:
         self._read: deque[Range] = deque(maxlen=REPEATED)
         self._under_way: deque[int] = deque()
         """Of each batch that was taken and not trained on yet: how many of its samples count as used then."""
-        self._step_samples = 1
-        self._batches_per_step = 1
+        self.set_batch(batch, batches_per_step)
         self.repeats = 0
         """Samples that were read once more."""
+
+    def set_batch(self, batch: int, batches_per_step: int) -> None:
+        self._batch, self._batches_per_step = batch, batches_per_step
+        self._step_samples = batch * batches_per_step
 
     @property
     def held(self) -> int:
         """Samples that can be taken now."""
         return self.given - self.taken
+
+    @property
+    def low(self) -> bool:
+        """It would be over soon, and the next report should not be waited for."""
+        return self.held < LOW_STEPS * self._step_samples
 
     def granted(self, position: int, found: Range) -> None:
         """Ranges come in order on one connection; after a new one some come again."""
@@ -50,9 +59,9 @@ class LeaseBook:
         self._read.clear()
         self._under_way = deque([0] * len(self._under_way))
 
-    def take(self, count: int, batches_per_step: int = 1, may_repeat: bool = True) -> list[Range]:
-        """The next `count` samples, or none if they are not there."""
-        self._step_samples, self._batches_per_step = count * batches_per_step, batches_per_step
+    def take(self, may_repeat: bool = True) -> list[Range]:
+        """The samples of the next batch, or none if they are not there."""
+        count = self._batch
         if self.held >= count:
             taken = _take(self._ahead, count)
             self._read.extend(taken)
@@ -77,9 +86,8 @@ class LeaseBook:
 
     def need(self, step_time_s: float, ahead_s: float) -> Need:
         steps = max(LEAST_STEPS, ahead_s / step_time_s) if step_time_s > 0 else FIRST_STEPS
-        return Need(
-            self.given, self.used, self.taken + int(steps * self._step_samples), self.taken + LEAST_STEPS * self._step_samples
-        )
+        ahead = int(steps * self._step_samples)
+        return Need(self.given, self.taken, self.taken + ahead, self.taken + LEAST_STEPS * self._step_samples)
 
 
 def _take(ranges: deque[Range], count: int) -> list[Range]:

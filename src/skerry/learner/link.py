@@ -126,18 +126,23 @@ class Link:
             # The run may have ended without us. Even alone this island has now done all that was left of it.
             with self.changed:
                 exchange.stop()
-        late = self._clock.now() - self._reported_at >= REPORT_EVERY_S
+        late = self._clock.now() - self._reported_at >= REPORT_EVERY_S or (self.pools and self.leases.low)
         if late or exchange.schedule.due(exchange.step):
             self._to_report = True
             self.wake()
         elif exchange.has_questions():
             self.wake()
 
-    def want_leases(self, pools: tuple[Pool, ...]) -> None:
+    def want_leases(self, pools: tuple[Pool, ...], batch: int, batches_per_step: int = 1) -> None:
         with self.changed:
             self.pools, self.no_lease = pools, None
-            self._to_report = True
+            self.leases.set_batch(batch, batches_per_step)
         self._call(self._declare)
+
+    def want_more(self) -> None:
+        """The leases are used up."""
+        self._to_report = True
+        self.wake()
 
     def leave(self) -> None:
         with self.changed:
@@ -416,7 +421,7 @@ class Link:
             )
             if self.pools and self.no_lease is None:
                 need = self.leases.need(self.pace.step_time_s, exchange.sync.ahead_s)
-                report.need.CopyFrom(pb.DataNeed(given=need.given, used=need.used, wanted=need.wanted, least=need.least))
+                report.need.CopyFrom(pb.DataNeed(given=need.given, taken=need.taken, wanted=need.wanted, least=need.least))
             self.pace.longest_s = 0.0
         self._reported_at = self._clock.now()
         self._send(pb.ToSyncer(report=report))

@@ -11,21 +11,21 @@ from skerry.errors import ConfigError
 from skerry.learner.link import Link
 
 WAIT_S = 0.2
+"""More is on its way, if the syncer is there."""
 
 
 class LeasedRanges:
     """Ranges of sample numbers, a batch of `batch` samples at a time, until the run closes.
 
-    Waits only before the very first batch, and in lock-step. A step must use exactly `batches_per_step` of them, in order.
+    Waits only before the very first batch, in lock-step, and for a moment if more is on its way. A step must use exactly
+    `batches_per_step` of them, in order.
     """
 
     def __init__(self, link: Link, pools: tuple[Pool, ...], batch: int, batches_per_step: int = 1) -> None:
         if batch < 1 or batches_per_step < 1:
             raise ValueError(f"batch and batches_per_step must be >= 1, got {batch} and {batches_per_step}")
         self._link = link
-        self._batch = batch
-        self._batches_per_step = batches_per_step
-        link.want_leases(pools)
+        link.want_leases(pools, batch, batches_per_step)
 
     def __iter__(self) -> Iterator[list[Range]]:
         return self
@@ -34,14 +34,16 @@ class LeasedRanges:
         link = self._link
         exchange = link.exchange
         assert exchange is not None
+        waited = False
         with link.changed:
             while exchange.phase != "stopped":
                 if link.no_lease is not None:
                     raise ConfigError(link.no_lease)
-                found = link.leases.take(self._batch, self._batches_per_step, may_repeat=not exchange.sync.wait)
-                if found:
+                may_repeat = not exchange.sync.wait and (waited or not link.connected)
+                if found := link.leases.take(may_repeat):
                     return found
-                link.changed.wait(WAIT_S)
+                link.want_more()
+                waited = not link.changed.wait(WAIT_S)
         raise StopIteration
 
 

@@ -495,14 +495,14 @@ def _told_of_the_end(action: m.Action) -> tuple[object, ...] | None:
 
 
 def _need(need: pb.DataNeed) -> Need:
-    most = need.used + MAX_WANTED
-    return Need(need.given, need.used, min(need.wanted, most), min(need.least, most))
+    most = need.taken + MAX_WANTED
+    return Need(need.given, need.taken, min(need.wanted, most), min(need.least, most))
 
 
 def _plausible(report: pb.Report, step_before: int) -> bool:
     times = (report.step_time_s, report.stall_s, report.stalled_s)
     sane_time = all(math.isfinite(time) and 0 <= time < 1e9 for time in times)
-    sane_need = max(report.need.given, report.need.used) <= MAX_COUNT
+    sane_need = max(report.need.given, report.need.taken) <= MAX_COUNT
     return sane_time and sane_need and report.tokens <= MAX_COUNT and report.step <= step_before + MAX_STEPS_AT_ONCE
 
 

@@ -147,16 +147,16 @@ class Report(_message.Message):
     def __init__(self, step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., loss: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., stall_s: _Optional[float] = ..., stalled_s: _Optional[float] = ..., need: _Optional[_Union[DataNeed, _Mapping]] = ...) -> None: ...
 
 class DataNeed(_message.Message):
-    __slots__ = ("given", "used", "wanted", "least")
+    __slots__ = ("given", "taken", "wanted", "least")
     GIVEN_FIELD_NUMBER: _ClassVar[int]
-    USED_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     LEAST_FIELD_NUMBER: _ClassVar[int]
     given: int
-    used: int
+    taken: int
     wanted: int
     least: int
-    def __init__(self, given: _Optional[int] = ..., used: _Optional[int] = ..., wanted: _Optional[int] = ..., least: _Optional[int] = ...) -> None: ...
+    def __init__(self, given: _Optional[int] = ..., taken: _Optional[int] = ..., wanted: _Optional[int] = ..., least: _Optional[int] = ...) -> None: ...
 
 class NothingToGive(_message.Message):
     __slots__ = ("fragment", "step")
