@@ -319,7 +319,7 @@ def test_an_island_that_is_away_keeps_its_leases_until_their_time_is_over() -> N
 def test_a_process_whose_leases_are_not_known_starts_over() -> None:
     run = Run()
     welcome = next(a for a in run.send(Joined("a", "stranger", 8, 80, (0,), leased=10)) if isinstance(a, Welcome))
-    assert (welcome.resumed, welcome.leased) == (False, 0)
+    assert (welcome.resumed, welcome.leased) == (False, 10), "and its positions go on from there"
 
 
 def test_samples_that_were_never_leased_cannot_be_contributed() -> None:
@@ -404,3 +404,17 @@ def test_a_shuffle_shows_every_item_once_in_an_epoch() -> None:
     assert sorted(shuffle.indices(0, 50)) == sorted(shuffle.indices(100, 50)) == list(range(50))
     assert shuffle.indices(0, 50) != shuffle.indices(50, 50)
     assert shuffle.indices(40, 20) == shuffle.indices(40, 10) + shuffle.indices(50, 10)
+
+
+def test_one_that_did_not_hear_that_it_lost_its_leases_is_told_again() -> None:
+    run = Run(lease_s=20.0)
+    run.start("a", "first")
+    run.send(Disconnected("a", "first"))
+    run.send(Tick(), 30.0)
+    assert run.of("returned")
+    for _ in range(2):  # the first answer is lost with the connection
+        welcome = next(a for a in run.send(Joined("a", "first", 8, 80, (0,), leased=40)) if isinstance(a, Welcome))
+        assert (welcome.resumed, welcome.leased) == (False, 40)
+        run.send(Disconnected("a", "first"))
+    welcome = next(a for a in run.send(Joined("a", "first", 9, 90, (0,), leased=40, lease_floor=40)) if isinstance(a, Welcome))
+    assert welcome.resumed

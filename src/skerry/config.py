@@ -106,6 +106,10 @@ class SyncConfig:
     """For how long the data leased to a learner should last: it must never wait for more, not even while the syncer is away."""
     lease_s: float = 600.0
     """Data leased to a learner that was not heard of for this long is given to others. If it returns, it starts over."""
+    snapshot_every_s: float = 0.0
+    """How often a snapshot of the whole run is taken; 0 means only when it is asked for."""
+    snapshots_kept: int = 3
+    """How many of the newest snapshots are kept."""
     pins: tuple[str, ...] = ()
     """Data that only some may read, as "pool=region": leased to learners of that region alone."""
     begin: BeginConfig = field(default_factory=BeginConfig)
@@ -131,6 +135,8 @@ class SyncConfig:
         _require(self.silence_s > 0, "sync.silence_s", self.silence_s, "> 0")
         _require(self.ahead_s > 0, "sync.ahead_s", self.ahead_s, "> 0")
         _require(self.lease_s >= self.silence_s, "sync.lease_s", self.lease_s, "at least sync.silence_s")
+        _require(self.snapshot_every_s >= 0, "sync.snapshot_every_s", self.snapshot_every_s, ">= 0")
+        _require(self.snapshots_kept >= 1, "sync.snapshots_kept", self.snapshots_kept, ">= 1")
         _require(all("=" in pin for pin in self.pins), "sync.pins", self.pins, 'a list of "pool=region"')
         _require(not self.wait or self.overlap < self.every, "sync.overlap", self.overlap, "below sync.every in lock-step")
         _require(not self.wait or self.quorum == 0, "sync.quorum", self.quorum, "0 (all) in lock-step")

@@ -29,12 +29,13 @@ from skerry.core.leases import Pool
 from skerry.errors import SkerryError, WireError
 from skerry.learner import link as links
 from skerry.learner.learner import Learner, adopt_ready
+from skerry.learner.sampler import ALONE_S
 from skerry.syncer import server as servers
 from skerry.syncer.store import RunStore
 
 LR = 1e-2
 START_UP_S = 0.4
-ALONE_S = 600.0
+END_S = 600.0
 TIME_S = 2_000.0
 """No run takes longer, whatever happens to it."""
 
@@ -121,10 +122,16 @@ class Island:
             learner.recover(None)
             if world.pool is not None:
                 link.want_leases((world.pool,), world.batch)
+            alone_since = world.loop.time()
             while not learner.finished and not self.wants_to_leave:
                 await asyncio.sleep(self.step_s * world.chance.uniform(0.9, 1.1))
                 await self._thawed()
+                if link.connected:
+                    alone_since = world.loop.time()
                 if world.pool is not None and not link.leases.take():
+                    if world.loop.time() - alone_since >= ALONE_S:
+                        learner.stop()  # the loop of a user ends with an error here
+                        break
                     continue  # the first has not come yet
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, world.chance.choice([-1.0, 1.0]))
@@ -293,11 +300,11 @@ class World:
             if self.errors:
                 return
         # Those who are left hear of the end, or stop by themselves when they have done all that was left to do.
-        deadline = self.loop.time() + ALONE_S
+        deadline = self.loop.time() + END_S
         while any(island.alive and island.learner and not island.learner.finished for island in self.islands.values()):
             await asyncio.sleep(1.0)
             if self.loop.time() > deadline:
-                raise Stuck(f"an island trains on {ALONE_S:.0f} s after the end of the run")
+                raise Stuck(f"an island trains on {END_S:.0f} s after the end of the run")
 
     def run(self) -> World:
         try:

@@ -73,9 +73,12 @@ class Holding:
     told: int | None = None
     """Ranges up to here were sent on its present connection."""
     floor: int = 0
-    """What it was given up to here is not its own any more, unless it was merged."""
-    expired: bool = False
-    """It was away for so long that its leases were given back; it starts over when it returns."""
+    """What it was given up to here is not its own any more, unless it was merged. It starts over when it hears of that."""
+
+    @staticmethod
+    def after(session: str, position: int) -> Holding:
+        """Of a process that was given samples up to here and holds none of them."""
+        return Holding(session, first=position, given=position, merged=position, floor=position)
 
     def add(self, found: Range) -> None:
         last = self.ranges[-1] if self.ranges else None
@@ -242,8 +245,9 @@ class Leases:
         ranges = holding.behind(position)
         for held in ranges:
             self.pools[held.pool].give_back(held.start, held.stop)
-        holding.ranges = []
-        holding.first = holding.merged = holding.floor = holding.given
+        if ranges:
+            holding.ranges = []
+            holding.first = holding.merged = holding.floor = holding.given
         return holding.session, position, ranges
 
     def forget(self, name: str) -> None:
@@ -264,7 +268,6 @@ class Leases:
                     h.given,
                     h.merged,
                     h.floor,
-                    h.expired,
                     [[r.pool, r.start, r.count] for r in h.ranges],
                 ]
                 for name, h in self.holdings.items()
@@ -274,9 +277,9 @@ class Leases:
     def restore(self, data: dict[str, Any]) -> None:
         for name, (size, fingerprint, given, returned) in data.get("pools", {}).items():
             self.pools[name] = PoolState(size, fingerprint, given, [(start, stop) for start, stop in returned])
-        for name, (session, first, given, merged, floor, expired, ranges) in data.get("holdings", {}).items():
+        for name, (session, first, given, merged, floor, ranges) in data.get("holdings", {}).items():
             held = [Range(*found) for found in ranges]
-            self.holdings[name] = Holding(session, first, held, given, merged, floor=floor, expired=expired)
+            self.holdings[name] = Holding(session, first, held, given, merged, floor=floor)
 
 
 def _with_positions(ranges: list[Range], end: int) -> list[tuple[int, Range]]:

@@ -23,6 +23,8 @@ class Joined:
     region: str = ""
     leased: int = 0
     """How many samples it knows it was given."""
+    lease_floor: int = 0
+    """Up to where it knows that they are not its own any more."""
 
 
 @dataclass(frozen=True)

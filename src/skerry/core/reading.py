@@ -22,6 +22,8 @@ REPEATED = 4096
 class LeaseBook:
     def __init__(self, batch: int = 1, batches_per_step: int = 1) -> None:
         self.given = 0
+        self.floor = 0
+        """What was given up to here is not ours any more."""
         self.taken = 0
         self.used = 0
         self._ahead: deque[Range] = deque()
@@ -54,7 +56,7 @@ class LeaseBook:
 
     def void(self, position: int) -> None:
         """What was given up to here is not ours any more. What is being trained on meanwhile counts as read once more."""
-        self.given = self.taken = self.used = position
+        self.given = self.taken = self.used = self.floor = position
         self._ahead.clear()
         self._read.clear()
         self._under_way = deque([0] * len(self._under_way))

@@ -107,6 +107,8 @@ class FragmentProgress:
     """Progress counted from an older version than this is not wanted: the model was put back."""
     last_round: int = 0
     """The highest number a round of this fragment had, whether or not it was merged."""
+    declined: set[str] = field(default_factory=set)
+    """Those who had nothing to give in the last round that was cancelled."""
 
     def next_round(self, step: int) -> int:
         """A number for a round that is nobody's turn: one that no other had, for a learner answers each number once."""

@@ -31,7 +31,7 @@ from collections import deque
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
 from skerry.core.guard import SizeHistory, why_unhealthy
-from skerry.core.leases import Leases
+from skerry.core.leases import Holding, Leases
 from skerry.core.messages import (
     LEFT,
     OVER,
@@ -165,6 +165,17 @@ class SyncerCore:
             self.rollback.count,
             self.leases.to_json(),
         )
+
+    def let_go_of_all(self, why: str) -> list[Record]:
+        """No process of before will come back. What they trained on stays counted, what they held is given to others."""
+        actions: list[Action] = []
+        for name in list(self.leases.holdings):
+            self._end_leases(name, why, actions)
+        for learner in list(self.learners.values()):
+            self._bank(learner, actions)
+        self.learners.clear()
+        self._returning.clear()
+        return [action for action in actions if isinstance(action, Record)]
 
     def bytes_moved(self, name: str, now: float) -> None:
         """A sign of life that is too frequent to be an event: part of a fragment went to or came from this learner."""
@@ -349,10 +360,13 @@ class SyncerCore:
             self.leases.forget(event.name)
         self.leases.connected(event.name)
         found = self.leases.of(event.name, event.session)
-        holds = found.given >= event.leased and not found.expired
+        # One that was told that it has lost something may not have heard it.
+        holds = found.given >= event.leased and event.lease_floor >= found.floor
         if not (resumed and holds):
             self._take_back(event.name, "it starts over", actions)
-            found.expired = False
+        if found.given < event.leased:
+            # It had left, or was forgotten. Its positions go on from where they were.
+            self.leases.holdings[event.name] = Holding.after(event.session, event.leased)
         return holds
 
     def _take_back(self, name: str, why: str, actions: list[Action]) -> None:
@@ -563,12 +577,11 @@ class SyncerCore:
     def _expire_leases(self, now: float, actions: list[Action]) -> None:
         for name, holding in self.leases.holdings.items():
             learner = self.learners.get(name)
-            if holding.expired or (learner is not None and learner.phase != "gone"):
+            if not holding.ranges or (learner is not None and learner.phase != "gone"):
                 continue
             heard_at = learner.heard_at if learner is not None and learner.session == holding.session else self._started_at
             if now >= heard_at + self.sync.lease_s:
                 self._take_back(name, f"it was not heard of for {self.sync.lease_s:.0f} s", actions)
-                holding.expired = True
 
     def _forget_the_long_gone(self, actions: list[Action]) -> None:
         """Names of learners that come and go for ever must not pile up; their tokens stay counted."""
@@ -631,7 +644,9 @@ class SyncerCore:
                 self._ask_again(index, fragment.round, due, owing, actions)
             elif due > fragment.merged_step or owing:
                 trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
-                step = due if due > fragment.merged_step else fragment.next_round(self.step)
+                # A turn that was cancelled is tried again, but not with those who have answered it.
+                again = due == fragment.last_round and bool(fragment.declined & (trains | owing))
+                step = due if due > fragment.merged_step and not again else fragment.next_round(self.step)
                 self._open(index, now, step, trains, owing, actions)
 
     def _open_last_round(self, index: int, now: float, actions: list[Action]) -> None:
@@ -735,7 +750,7 @@ class SyncerCore:
 
     def _cancel(self, index: int, fragment: FragmentProgress, gathering: Round, actions: list[Action]) -> None:
         """Nobody had anything to give, or nobody is left."""
-        fragment.round = None
+        fragment.round, fragment.declined = None, gathering.declined
         actions.append(Record("cancelled", {"fragment": index, "step": gathering.step}))
         if any(learner.phase == "training" for learner in self.learners.values()):
             # The turn is over all the same. Those in lock-step who wait for it are told that the version they have stands.

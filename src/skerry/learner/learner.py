@@ -73,7 +73,7 @@ class Learner:
         kept = OptimizerState.read(keep, link.run_id) if keep is not None else None
         try:
             if kept is not None and is_recent(kept[0], self._exchange.step, self._exchange.sync.every):
-                state.restore([kept[1]])
+                state.restore(kept[1])
                 return "own"
         except WireError as error:
             log.warning("%s: the state that was kept cannot be used: %s", self.name, error)

@@ -139,6 +139,9 @@ class Link:
             self.leases.set_batch(batch, batches_per_step)
         self._call(self._declare)
 
+    def now(self) -> float:
+        return self._clock.now()
+
     def want_more(self) -> None:
         """The leases are used up."""
         self._to_report = True
@@ -277,6 +280,7 @@ class Link:
                 held=exchange.versions if self.fixed_loaded else (),
                 region=self.region,
                 leased=self.leases.given,
+                lease_floor=self.leases.floor,
             )
 
     async def _heartbeat(self, stream: transfer.ControlStream, lane: transfer.Lane) -> None:

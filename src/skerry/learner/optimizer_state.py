@@ -117,16 +117,31 @@ class OptimizerState:
         return (place for part in self._parts for place in part)
 
     @staticmethod
-    def read(path: Path, run_id: str) -> tuple[int, bytes] | None:
-        """The step it was kept at, and the file; None if there is none of this run."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-            if metadata.get("run_id") != run_id:
-                return None
-            return int(metadata["step"]), path.read_bytes()
-        except (OSError, SafetensorError, ValueError, KeyError):
+    def read(path: Path, run_id: str) -> tuple[int, list[bytes]] | None:
+        """The step it was kept at, and its parts; None if there is none of this run. A run restored from a snapshot has them
+        in a folder beside the file."""
+        own, restored = _read_file(path, run_id), _read_parts(path.with_suffix(""))
+        found = [kept for kept in (own, restored) if kept is not None]
+        return max(found, key=lambda kept: kept[0]) if found else None
+
+
+def _read_parts(folder: Path) -> tuple[int, list[bytes]] | None:
+    try:
+        step = int((folder / "step").read_text())
+        return step, [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+    except (OSError, ValueError):
+        return None
+
+
+def _read_file(path: Path, run_id: str) -> tuple[int, list[bytes]] | None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+        if metadata.get("run_id") != run_id:
             return None
+        return int(metadata["step"]), [path.read_bytes()]
+    except (OSError, SafetensorError, ValueError, KeyError):
+        return None
 
 
 def _metadata(data: bytes) -> dict[str, str]:

@@ -7,11 +7,13 @@ from typing import Any
 
 from skerry.core.leases import Pool, Range
 from skerry.core.shuffle import Shuffle
-from skerry.errors import ConfigError
+from skerry.errors import ConfigError, WireError
 from skerry.learner.link import Link
 
 WAIT_S = 0.2
 """More is on its way, if the syncer is there."""
+ALONE_S = 120.0
+"""So long one that has nothing at all waits for a syncer that is away. It may be gone for good."""
 
 
 class LeasedRanges:
@@ -34,7 +36,7 @@ class LeasedRanges:
         link = self._link
         exchange = link.exchange
         assert exchange is not None
-        waited = False
+        waited, alone_since = False, link.now()
         with link.changed:
             while exchange.phase != "stopped":
                 if link.no_lease is not None:
@@ -42,6 +44,10 @@ class LeasedRanges:
                 may_repeat = not exchange.sync.wait and (waited or not link.connected)
                 if found := link.leases.take(may_repeat):
                     return found
+                if link.connected or exchange.sync.wait:
+                    alone_since = link.now()
+                elif link.now() - alone_since >= ALONE_S:
+                    raise WireError(f"{link.name} has no data to train on, and the syncer was away for {ALONE_S:.0f} s")
                 link.want_more()
                 waited = not link.changed.wait(WAIT_S)
         raise StopIteration

@@ -1,4 +1,4 @@
-"""Optimizer state passed from a healthy learner to one that has lost its own, part by part. Nothing is kept here."""
+"""Optimizer state asked of learners part by part: for one that has lost its own, or for a snapshot. Nothing is kept here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class Host(Protocol):
 
 @dataclass
 class _Wanted:
-    name: str
     part: int
     donor: str
     deliver: Deliver
@@ -47,24 +46,39 @@ class Relay:
         self._limit_bytes = state_limit_bytes(layout)
 
     def want(self, name: str, part: int, deliver: Deliver) -> None:
+        """For a learner that lost its own."""
         donor = self._host.core.donor_for(name)
         if donor is None:
             deliver(pb.State(part=part, reason="there is no healthy peer"), NOTHING)
             return
-        if len(self._wanted) >= AT_ONCE:
-            deliver(pb.State(part=part, reason="others are being served", again=True), NOTHING)
-            return
-        ticket = next(self._tickets)
-        timer = asyncio.get_running_loop().call_later(WAIT_S, self._too_late, ticket)
-        self._wanted[ticket] = _Wanted(name, part, donor, deliver, timer)
-        self._host.send(donor, pb.ToLearner(give_state=pb.GiveState(ticket=ticket, part=part)))
-        if part == 0:
+        if self._ask(donor, part, deliver, WAIT_S) and part == 0:
             self._host.record("state_relayed", {"learner": name, "donor": donor})
 
-    def _too_late(self, ticket: int) -> None:
+    async def ask(self, donor: str, part: int, wait_s: float) -> tuple[pb.State, memoryview]:
+        """For ourselves. A header with a reason comes with no data."""
+        found: asyncio.Future[tuple[pb.State, memoryview]] = asyncio.get_running_loop().create_future()
+
+        def deliver(header: pb.State, data: memoryview) -> None:
+            if not found.done():
+                found.set_result((header, data))
+
+        self._ask(donor, part, deliver, wait_s)
+        return await found
+
+    def _ask(self, donor: str, part: int, deliver: Deliver, wait_s: float) -> bool:
+        if len(self._wanted) >= AT_ONCE:
+            deliver(pb.State(part=part, reason="others are being served", again=True), NOTHING)
+            return False
+        ticket = next(self._tickets)
+        timer = asyncio.get_running_loop().call_later(wait_s, self._too_late, ticket, wait_s)
+        self._wanted[ticket] = _Wanted(part, donor, deliver, timer)
+        self._host.send(donor, pb.ToLearner(give_state=pb.GiveState(ticket=ticket, part=part)))
+        return True
+
+    def _too_late(self, ticket: int, wait_s: float) -> None:
         wanted = self._wanted.pop(ticket, None)
         if wanted is not None:
-            late = f"{wanted.donor} did not send its state within {WAIT_S:.0f} s"
+            late = f"{wanted.donor} did not send its state within {wait_s:.0f} s"
             answer = pb.State(part=wanted.part, reason=late, again=True)
             wanted.deliver(answer, NOTHING)
 
@@ -86,5 +100,7 @@ class Relay:
         self.given(pb.State(ticket=header.ticket, part=header.part, reason=reason, again=True), NOTHING)
 
     def close(self) -> None:
-        for wanted in self._wanted.values():
+        for wanted in list(self._wanted.values()):
             wanted.timer.cancel()
+            wanted.deliver(pb.State(part=wanted.part, reason="the syncer stops"), NOTHING)
+        self._wanted.clear()

@@ -8,6 +8,7 @@ drain it is cut off rather than held for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -22,11 +23,12 @@ from skerry.core import messages as m
 from skerry.core.fragment import TensorSpec, check_same_model
 from skerry.core.leases import Need, Pool
 from skerry.core.syncer import SyncerCore
-from skerry.errors import JoinRefused, WireError
+from skerry.errors import JoinRefused, SkerryError, WireError
 from skerry.syncer.bulk import MAX_COUNT, Bulk
 from skerry.syncer.diary import Diary, Vitals
 from skerry.syncer.lane import MAX_NAME, first_message
 from skerry.syncer.merging import Merger
+from skerry.syncer.snapshots import Snapshots
 from skerry.syncer.store import RunStore
 from skerry.syncer.tape import Tape
 from skerry.wire import skerry_pb2 as pb
@@ -93,6 +95,7 @@ class SyncerServer:
             self._bulk.publish(fragment, self._bulk.encode(progress[fragment].version, state))
         self._tape = Tape(store, self.core.standing)
         self._merger = Merger(store, states, self._bulk, self._tape)
+        self._snapshots = Snapshots(store, self.core, self._tape, self._bulk.relay)
         self._diary = Diary(store.folder, self.clock)
         self._connections: dict[str, Connection] = {}
         self._dismissed: set[str] = set()
@@ -106,6 +109,7 @@ class SyncerServer:
         self._leases: list[m.Lease] = []
         """What waits to be durable before it is told."""
         self._telling_leases = False
+        self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
         self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
         if self.core.phase == "ended":
             self.ended.set()
@@ -309,6 +313,29 @@ class SyncerServer:
         self.record(request.kind, data)
         return pb.TellReply()
 
+    async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotReply:
+        await self._check_run(request.run_id, context)
+        try:
+            facts = await asyncio.shield(asyncio.ensure_future(self._take_snapshot()))
+        except SkerryError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        return pb.SnapshotReply(facts_json=json.dumps(facts))
+
+    async def _take_snapshot(self) -> dict[str, Any]:
+        started = self.clock.now()
+        try:
+            facts = await self._snapshots.take()
+        except SkerryError as error:
+            self.record("snapshot_failed", {"reason": str(error)})
+            raise
+        self.record("snapshot", {**facts, "seconds": round(self.clock.now() - started, 3)})
+        return facts
+
+    async def _snapshot_now_and_then(self) -> None:
+        with contextlib.suppress(SkerryError):
+            await self._take_snapshot()
+        self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
+
     async def _check_run(self, run_id: str, context: Any) -> None:
         if run_id != self.store.identity.run_id:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this syncer serves another run")
@@ -362,7 +389,14 @@ class SyncerServer:
         if old is not None and old.session == hello.session:
             old.end()
         joined = m.Joined(
-            hello.name, hello.session, hello.step, hello.tokens, tuple(hello.held), hello.region[:MAX_NAME], hello.leased
+            hello.name,
+            hello.session,
+            hello.step,
+            hello.tokens,
+            tuple(hello.held),
+            hello.region[:MAX_NAME],
+            hello.leased,
+            hello.lease_floor,
         )
         actions = self.core.handle(joined, self.clock.now())
         if not any(isinstance(action, m.Welcome) for action in actions):
@@ -454,6 +488,9 @@ class SyncerServer:
                 metrics_at = self.clock.now() + METRICS_EVERY_S
                 self._write_summary()
                 await self._tape.flush()
+            if self.sync.snapshot_every_s and self.core.phase == "running" and self.clock.now() >= self._snapshot_at:
+                self._snapshot_at = math.inf
+                self._begin(self._snapshot_now_and_then())
             await asyncio.sleep(PROGRESS_EVERY_S)
 
     async def hang_up(self) -> None:
@@ -469,10 +506,10 @@ class SyncerServer:
         self._closing = True
         if self._wake is not None:
             self._wake.cancel()
+        self._bulk.relay.close()
         while self._working:
             await asyncio.gather(*self._working, return_exceptions=True)
         self._write_summary()
-        self._bulk.relay.close()
         self._merger.close()
         try:
             await self._tape.close()

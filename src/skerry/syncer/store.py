@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import sqlite3
 import threading
 import time
@@ -236,6 +237,24 @@ class RunStore:
             counted = (order.fragment, share.name, share.session, order.version, share.upto, share.samples[1])
             self._database.execute("INSERT OR REPLACE INTO counted VALUES (?, ?, ?, ?, ?, ?)", counted)
 
+    def cut(self, target: Path) -> None:
+        """Everything that counts at this moment, as a run folder elsewhere on the same disk. Raises OSError or StoreError."""
+        files = ["run.json", "fixed.safetensors"]
+        for fragment in self.identity.layout.fragments:
+            files.append(f"fragments/{newest_row(self._database, fragment.index)['file']}")
+        files += [path.relative_to(self.folder).as_posix() for path in (self.folder / "good").glob("step-*.safetensors")]
+        for extra in ("config.json",):
+            files += [extra] if (self.folder / extra).exists() else []
+        for name in files:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(self.folder / name, target / name)
+        try:
+            with contextlib.closing(sqlite3.connect(target / "tape.sqlite")) as copy:
+                self._database.backup(copy)
+        except sqlite3.Error as error:
+            raise StoreError(f"the tape cannot be copied to {target}: {error}") from error
+        sync_path(target / "tape.sqlite")
+
     def tape(self) -> list[TapeEntry]:
         rows = self._database.execute("SELECT at, kind, data FROM tape ORDER BY seq")
         return [TapeEntry(row["at"], row["kind"], json.loads(row["data"])) for row in rows]
@@ -267,6 +286,15 @@ class RunStore:
             if path.name not in wanted:
                 with contextlib.suppress(OSError):  # it takes space, but it is in nobody's way
                     unlink(path)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Files that are never written again may have two names; not every file system can do that."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        sync_path(target)
 
 
 def _make_folder(folder: Path) -> None:

@@ -117,6 +117,11 @@ class Tape:
                 return False
             return True
 
+    async def between_commits(self, work: Callable[[], None]) -> None:
+        """Nothing is written meanwhile."""
+        async with self._writing:
+            await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
     async def close(self) -> None:
         if self._committing is not None:
             await self._committing

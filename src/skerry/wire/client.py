@@ -45,6 +45,20 @@ def close_run(address: str, tls: TLS | None, timeout_s: float = 10.0) -> None:
     run_here(ask())
 
 
+def take_snapshot(address: str, tls: TLS | None, timeout_s: float = 600.0) -> dict[str, Any]:
+    """Ask the syncer for a snapshot, and wait until it is there. Gives what the syncer says about it."""
+    run_id = describe(address, tls, 10.0).run_id
+
+    async def ask() -> dict[str, Any]:
+        async with open_channel(address, tls) as channel:
+            with transfer.wire_errors():
+                reply = await SyncerStub(channel).snapshot(pb.SnapshotRequest(run_id=run_id), timeout=timeout_s)
+        facts: dict[str, Any] = json.loads(reply.facts_json)
+        return facts
+
+    return run_here(ask())
+
+
 def tell(address: str, tls: TLS | None, kind: str, data: dict[str, Any], timeout_s: float = 10.0) -> None:
     """Put something that was done to the run from outside on its tape."""
     run_id = describe(address, tls, timeout_s).run_id

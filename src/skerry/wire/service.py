@@ -26,6 +26,8 @@ class SyncerService(Protocol):
 
     async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply: ...
 
+    async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotReply: ...
+
     async def tell(self, request: pb.TellRequest, context: Any) -> pb.TellReply: ...
 
 
@@ -51,6 +53,9 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
             service.bulk, _or_none(pb.BulkToSyncer.FromString), pb.BulkToLearner.SerializeToString
         ),
         "Tell": grpc.unary_unary_rpc_method_handler(service.tell, pb.TellRequest.FromString, pb.TellReply.SerializeToString),
+        "Snapshot": grpc.unary_unary_rpc_method_handler(
+            service.snapshot, pb.SnapshotRequest.FromString, pb.SnapshotReply.SerializeToString
+        ),
         "Close": grpc.unary_unary_rpc_method_handler(
             service.close_run, pb.CloseRequest.FromString, pb.CloseReply.SerializeToString
         ),
@@ -68,4 +73,7 @@ class SyncerStub:
         self.control = channel.stream_stream(f"/{_SERVICE}/Control", pb.ToSyncer.SerializeToString, pb.ToLearner.FromString)
         self.bulk = channel.stream_stream(f"/{_SERVICE}/Bulk", pb.BulkToSyncer.SerializeToString, pb.BulkToLearner.FromString)
         self.tell = channel.unary_unary(f"/{_SERVICE}/Tell", pb.TellRequest.SerializeToString, pb.TellReply.FromString)
+        self.snapshot = channel.unary_unary(
+            f"/{_SERVICE}/Snapshot", pb.SnapshotRequest.SerializeToString, pb.SnapshotReply.FromString
+        )
         self.close_run = channel.unary_unary(f"/{_SERVICE}/Close", pb.CloseRequest.SerializeToString, pb.CloseReply.FromString)

@@ -36,6 +36,18 @@ class TellReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SnapshotRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class SnapshotReply(_message.Message):
+    __slots__ = ("facts_json",)
+    FACTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    facts_json: str
+    def __init__(self, facts_json: _Optional[str] = ...) -> None: ...
+
 class RunDescription(_message.Message):
     __slots__ = ("protocol", "run_id", "sync_json", "job_json")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -79,7 +91,7 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rule: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "name", "session", "tensors", "run_id", "step", "tokens", "held", "region", "leased")
+    __slots__ = ("protocol", "name", "session", "tensors", "run_id", "step", "tokens", "held", "region", "leased", "lease_floor")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +102,7 @@ class Hello(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FLOOR_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     name: str
     session: str
@@ -100,7 +113,8 @@ class Hello(_message.Message):
     held: _containers.RepeatedScalarFieldContainer[int]
     region: str
     leased: int
-    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ..., region: _Optional[str] = ..., leased: _Optional[int] = ...) -> None: ...
+    lease_floor: int
+    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ..., region: _Optional[str] = ..., leased: _Optional[int] = ..., lease_floor: _Optional[int] = ...) -> None: ...
 
 class Data(_message.Message):
     __slots__ = ("pools",)
@@ -387,7 +401,7 @@ class FetchState(_message.Message):
     def __init__(self, part: _Optional[int] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("ticket", "part", "parts", "size_bytes", "checksum", "reason", "again")
+    __slots__ = ("ticket", "part", "parts", "size_bytes", "checksum", "reason", "again", "step")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
@@ -395,6 +409,7 @@ class State(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     part: int
     parts: int
@@ -402,7 +417,8 @@ class State(_message.Message):
     checksum: int
     reason: str
     again: bool
-    def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., again: bool = ...) -> None: ...
+    step: int
+    def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., again: bool = ..., step: _Optional[int] = ...) -> None: ...
 
 class BulkToLearner(_message.Message):
     __slots__ = ("reply", "fetched", "state", "chunk")
