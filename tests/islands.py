@@ -225,7 +225,7 @@ class RawLearner:
         data = bytes(codecs.codec("bf16").encode(delta))
         values: dict[str, Any] = {
             "fragment": ask.fragment, "step": ask.step, "base": ask.min_base, "steps": 1, "tokens": 10, "upto": self._step,
-            "codec": "bf16", "size_bytes": len(data), "checksum": codecs.checksum(data),
+            "upto_tokens": 10 * max(1, self._step), "codec": "bf16", "size_bytes": len(data), "checksum": codecs.checksum(data),
         }  # fmt: skip
         return pb.Upload(**{**values, **changes}), data
 

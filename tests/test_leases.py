@@ -19,8 +19,10 @@ from skerry.core.messages import (
     Disconnected,
     Joined,
     Lease,
+    Leaving,
     Merge,
     NoLease,
+    NothingToGive,
     Ready,
     Record,
     Reported,
@@ -208,7 +210,9 @@ def test_gradients_accumulated_over_batches_are_one_step() -> None:
     for _ in range(6):
         book.take()
     assert book.step_done() == 8 and book.used == 8
-    assert book.need(0.0, 60.0).least == 24 + 4 * 8
+    assert book.need(0.0, 60.0).least == 24 + 16 * 8
+    book.skip_step()
+    assert book.step_done() == 16 and book.used == 24, "what was read and left out counts with the next step"
 
 
 def test_void_leases_do_not_count_even_if_a_batch_is_being_trained_on() -> None:
@@ -217,7 +221,7 @@ def test_void_leases_do_not_count_even_if_a_batch_is_being_trained_on() -> None:
     book.take()
     book.void(10)
     assert book.step_done() == 0 and (book.given, book.used, book.held) == (10, 10, 0)
-    assert book.take() == [], "what is not ours any more is not read again"
+    assert book.take() == [Range("", 0, 4)], "better than to stand still; it does not count"
 
 
 # ---------------------------------------------------------------- the state machine
@@ -307,7 +311,8 @@ def test_an_island_that_is_away_keeps_its_leases_until_their_time_is_over() -> N
     actions = run.send(Joined("a", "first", 8, 80, (0,), leased=40))
     assert next(action for action in actions if isinstance(action, Welcome)).resumed, "it trained on meanwhile, and that counts"
     run.send(Disconnected("a", "first"), 51.0)
-    run.send(Tick(), 112.0)
+    run.send(Tick(), 60.0)
+    run.send(Tick(), 121.0)
     assert run.of("returned")[0]["position"] == 0
     welcome = next(a for a in run.send(Joined("a", "first", 12, 120, (0,), leased=40)) if isinstance(a, Welcome))
     assert (welcome.resumed, welcome.leased) == (False, 40), "others have its samples now: it starts over"
@@ -316,10 +321,65 @@ def test_an_island_that_is_away_keeps_its_leases_until_their_time_is_over() -> N
     assert "are not its own" in str(run.give("a", 16, (0, 16), 160))
 
 
-def test_a_process_whose_leases_are_not_known_starts_over() -> None:
+def test_a_process_whose_leases_are_not_known_is_refused() -> None:
     run = Run()
-    welcome = next(a for a in run.send(Joined("a", "stranger", 8, 80, (0,), leased=10)) if isinstance(a, Welcome))
-    assert (welcome.resumed, welcome.leased) == (False, 10), "and its positions go on from there"
+    assert not [a for a in run.send(Joined("a", "stranger", 8, 80, (0,), leased=10)) if isinstance(a, Welcome)]
+    assert run.of("refused") == [{"learner": "a", "reason": "its leases are not known"}]
+
+
+def test_the_place_of_one_that_gave_all_it_had_can_be_taken() -> None:
+    run = Run(quorum=2, start_with=2)
+    run.start("a", "first")
+    run.start("b", "other")
+    for name in ("a", "b"):
+        run.send(Reported(name, 4, 40, 0.1))
+    assert run.give("a", 4, (0, 40), 40) is None
+    assert run.start("a", "second"), "it gets leases of its own"
+    assert not run.of("returned")
+
+
+def test_one_that_left_and_did_not_hear_the_goodbye_goes_on_with_its_positions() -> None:
+    run = Run()
+    run.start("a", "first")
+    run.send(Reported("a", 4, 40, 0.1))
+    assert run.give("a", 4, (0, 16), 40) is None
+    run.send(Leaving("a"))
+    run.send(NothingToGive("a", 0, run.core.fragments[0].round.step))
+    assert run.of("left") and run.of("returned")[0]["position"] == 16
+    welcome = next(a for a in run.send(Joined("a", "first", 4, 40, (1,), leased=40)) if isinstance(a, Welcome))
+    assert (welcome.resumed, welcome.leased) == (False, 40)
+    run.send(Declared("a", (POOL,)))
+    leases = [a for a in run.send(Reported("a", 4, 40, 0.1, need=need(50, given=40, taken=40))) if isinstance(a, Lease)]
+    assert leases and leases[0].position == 40
+    assert run.ledger().adds_up
+
+
+def test_a_syncer_that_stood_still_does_not_take_everybodys_leases() -> None:
+    run = Run(lease_s=60.0)
+    run.start("a", "first")
+    run.send(Tick(), 500.0)
+    assert run.of("lost") and not run.of("returned")
+    run.send(Tick(), 561.0)
+    assert run.of("returned")
+
+
+def test_what_can_never_be_contributed_is_not_remembered() -> None:
+    leases = Leases()
+    holder(leases, "a")
+    holder(leases, "b")
+    given = Counter[str]()
+    for _ in range(300):
+        for name in ("a", "b"):
+            found = Need(given[name], given[name], given[name] + 8, given[name] + 8, settled=max(0, given[name] - 20))
+            given[name] += sum(fresh.count for _, fresh in leases.give(name, found, 2)[1])
+    assert len(leases.holdings["a"].ranges) < 8 and leases.take_back("a")[1] >= given["a"] - 40
+
+
+def test_a_learner_cannot_ask_for_more_than_it_may_hold() -> None:
+    leases = Leases()
+    holder(leases, "a")
+    leases.give("a", Need(0, 1 << 50, 1 << 52, 1 << 50), 1)
+    assert leases.pools[""].given <= 1 << 32
 
 
 def test_samples_that_were_never_leased_cannot_be_contributed() -> None:
@@ -410,7 +470,8 @@ def test_one_that_did_not_hear_that_it_lost_its_leases_is_told_again() -> None:
     run = Run(lease_s=20.0)
     run.start("a", "first")
     run.send(Disconnected("a", "first"))
-    run.send(Tick(), 30.0)
+    run.send(Tick(), 10.0)
+    run.send(Tick(), 31.0)
     assert run.of("returned")
     for _ in range(2):  # the first answer is lost with the connection
         welcome = next(a for a in run.send(Joined("a", "first", 8, 80, (0,), leased=40)) if isinstance(a, Welcome))

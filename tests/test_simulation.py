@@ -109,7 +109,7 @@ def a_lease_is_given_twice(patch: pytest.MonkeyPatch) -> None:
         holding = core.leases.holdings.get(event.name)
         if holding is not None:
             for held in holding.behind(holding.merged):
-                core.leases.pools[held.pool].give_back(held.start, held.stop)
+                core.leases.pools[held.pool].give_back([(held.start, held.stop)])
 
     patch.setattr(cores.SyncerCore, "_disconnected", hasty)
 

@@ -80,9 +80,24 @@ def _parser() -> argparse.ArgumentParser:
     learner.set_defaults(act=_learner)
 
     close = commands.add_parser("close", help="end a run: one last merge of what every island has")
-    close.add_argument("address", help="host:port of the syncer")
+    close.add_argument("address", help="host:port of the syncer, or the run folder if it is on this machine")
     _tls_options(close)
     close.set_defaults(act=_close)
+
+    snapshot = commands.add_parser("snapshot", help="keep a consistent copy of a whole run while it goes on")
+    snapshot.add_argument("address", help="host:port of the syncer, or the run folder if it is on this machine")
+    _tls_options(snapshot)
+    snapshot.set_defaults(act=_snapshot)
+
+    restore = commands.add_parser("restore", help="make a run folder from a snapshot; skerry resume goes on with it")
+    restore.add_argument("source", type=Path, help="a snapshot, or a run folder for its newest one that is whole")
+    restore.add_argument("run", type=Path, help="the run folder to make")
+    restore.add_argument("--islands", type=int, default=0, help="set the job up for another number of islands")
+    restore.set_defaults(act=_restore)
+
+    resume = commands.add_parser("resume", help="go on with an unfinished run of skerry train")
+    resume.add_argument("run", type=Path, help="the run folder")
+    resume.set_defaults(act=_resume)
 
     export = commands.add_parser("export", help="write a run's global model as one safetensors file")
     export.add_argument("run", type=Path, help="the run folder")
@@ -204,11 +219,16 @@ def _syncer(options: argparse.Namespace) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
         host = options.address.rpartition(":")[0]
+
+        def listening(port: int) -> None:
+            (options.run / "address").write_text(f"{host}:{port}\n")
+            print(f"serving {options.run} on {host}:{port}", flush=True)
+
         ended = await run_syncer(
             store,
             options.address,
             _tls(options),
-            on_listening=lambda port: print(f"serving {options.run} on {host}:{port}", flush=True),
+            on_listening=listening,
             stop=stop,
         )
         print("the run has ended" if ended else "stopped; the run goes on when a syncer is started on this folder again")
@@ -262,8 +282,58 @@ def _chaos(options: argparse.Namespace) -> None:
 def _close(options: argparse.Namespace) -> None:
     from skerry.wire.client import close_run
 
-    close_run(options.address, _tls(options))
+    close_run(_address(options.address), _tls(options))
     print("the run is closing")
+
+
+def _address(given: str) -> str:
+    """An address, or that of the syncer which serves the run folder given in its place."""
+    folder = Path(given)
+    if not folder.is_dir():
+        return given
+    try:
+        return (folder / "address").read_text().strip()
+    except OSError:
+        raise ConfigError(f"no syncer serves {folder}, or it was started long ago: give its host:port") from None
+
+
+def _snapshot(options: argparse.Namespace) -> None:
+    from skerry.wire.client import take_snapshot
+
+    facts = take_snapshot(_address(options.address), _tls(options))
+    print(f"snapshot {facts['number']:06d} of step {facts['step']}, {facts['tokens']:,} tokens")
+    for name, found in facts["islands"].items():
+        if found != "kept":
+            print(f"without the inner state of {name}: {found}")
+
+
+def _restore(options: argparse.Namespace) -> None:
+    from skerry.syncer.snapshots import newest_whole, restore
+
+    if options.islands < 0:
+        raise ConfigError(f"--islands must be at least 1, got {options.islands}")
+    snapshot = newest_whole(options.source, say=lambda what: print(what, file=sys.stderr))
+    facts = restore(snapshot, options.run, options.islands)
+    has_job = (options.run / "config.json").exists()
+    following = f"skerry resume {options.run}" if has_job else f"skerry syncer {options.run}"
+    print(f"made {options.run} from snapshot {facts['number']:06d} of step {facts['step']}; go on with: {following}")
+
+
+def _resume(options: argparse.Namespace) -> None:
+    import dataclasses
+
+    from skerry.config import Config, from_json, to_json
+    from skerry.launch.local import run_here
+
+    try:
+        config: Config = from_json(Config, (options.run / "config.json").read_text())
+    except OSError:
+        raise ConfigError(f"{options.run} holds no run of skerry train") from None
+    if (options.run / "result.json").exists():
+        raise ConfigError(f"the run in {options.run} has ended")
+    config = dataclasses.replace(config, run=str(options.run)).resolved()
+    (options.run / "config.json").write_text(to_json(config) + "\n")
+    run_here(config)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -128,10 +128,12 @@ class Checks:
         for what in ledger.discrepancies:
             self.fail(f"the ledger does not add up: {what}")
         written: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
-        for kind, data in read_tape(folder)[1]:
-            if kind == "leased":
-                for place in range(data["count"]):
-                    written[data["session"]][data["position"] + place] = (data["pool"], data["start"] + place)
+
+        def see(kind: str, data: dict[str, Any]) -> None:
+            for place in range(data["count"]):
+                written[data["session"]][data["position"] + place] = (data["pool"], data["start"] + place)
+
+        read_tape(folder, ["leased"], see)
         for (session, position), (pool, start, count) in self._told.items():
             for place in range(count):
                 if written[session].get(position + place) != (pool, start + place):

@@ -31,7 +31,7 @@ def settings(chance: random.Random) -> SyncConfig:
         budget_tokens=chance.choice([600, 1500]),
         outlier=0.0,
         ahead_s=chance.choice([1.0, 20.0]),
-        lease_s=chance.choice([5.0, 9.0, 60.0]),
+        lease_s=chance.choice([5.0, 5.0, 60.0]),
     )
 
 
@@ -62,7 +62,7 @@ def cut(world: World, chance: random.Random) -> None:
 
 
 def freeze(world: World, chance: random.Random) -> None:
-    name, seconds = _someone(world), chance.choice([0.5, 3.0, 8.0])
+    name, seconds = _someone(world), chance.choice([0.5, 3.0, 8.0, 16.0])
     world.fault(f"{name} freezes for {seconds} s")
     world.net.held_until[name] = world.loop.time() + seconds
 

@@ -188,6 +188,11 @@ class Exchange:
         for held in self.held:
             held.since = dataclasses.replace(held.since, samples=position)
 
+    @property
+    def settled_samples(self) -> int:
+        """Leased samples up to here are in nothing that we will give from now on."""
+        return min(held.since.samples for held in self.held)
+
     def start_over(self) -> None:
         """The syncer does not know the versions held here: every fragment is fetched again."""
         for fragment in range(len(self.held)):

@@ -14,12 +14,14 @@ Rules:
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass, field
 from typing import Any
 
 MOST_RANGES = 32
 """Given at once. If so many small ones were given back, the rest comes with the next request."""
+MOST_POOLS = 1000
+MOST_AHEAD = 1 << 32
+"""Samples that one learner may hold."""
 REFILL_BELOW = 0.75
 """A learner that holds this share of what it should is not given more, so that ranges do not crumble."""
 
@@ -56,6 +58,8 @@ class Need:
     wanted: int
     least: int
     """It would like to hold ranges up to `wanted`, and up to `least` even at the end of an epoch."""
+    settled: int = 0
+    """Up to here nothing will be part of anything it contributes from now on."""
 
 
 @dataclass
@@ -74,11 +78,6 @@ class Holding:
     """Ranges up to here were sent on its present connection."""
     floor: int = 0
     """What it was given up to here is not its own any more, unless it was merged. It starts over when it hears of that."""
-
-    @staticmethod
-    def after(session: str, position: int) -> Holding:
-        """Of a process that was given samples up to here and holds none of them."""
-        return Holding(session, first=position, given=position, merged=position, floor=position)
 
     def add(self, found: Range) -> None:
         last = self.ranges[-1] if self.ranges else None
@@ -100,6 +99,9 @@ class Holding:
         return found
 
     def forget_before(self, position: int) -> None:
+        """What lies before it is merged, or will never be."""
+        if position <= self.first:
+            return
         kept = self.behind(position)
         self.first = self.given - sum(held.count for held in kept)
         self.ranges = kept
@@ -134,11 +136,9 @@ class PoolState:
         self.given += count
         return self.given - count, count
 
-    def give_back(self, start: int, stop: int) -> None:
-        place = bisect.bisect(self.returned, (start, stop))
-        self.returned.insert(place, (start, stop))
+    def give_back(self, spans: list[tuple[int, int]]) -> None:
         joined: list[tuple[int, int]] = []
-        for a, b in self.returned:
+        for a, b in sorted([*self.returned, *spans]):
             assert not joined or a >= joined[-1][1], f"numbers {a} to {joined[-1][1]} were given back twice"
             if joined and joined[-1][1] == a:
                 joined[-1] = (joined[-1][0], b)
@@ -160,6 +160,10 @@ class Leases:
 
     def declare(self, name: str, session: str, region: str, pools: tuple[Pool, ...]) -> str | None:
         """A learner says what it can read. Returns why it must not, or None."""
+        if len({pool.name for pool in pools}) < len(pools):
+            return f"{name} names a pool twice"
+        if len(self.pools.keys() | {pool.name for pool in pools}) > MOST_POOLS:
+            return f"a run has at most {MOST_POOLS} pools"
         for pool in pools:
             wanted = self._pins.get(pool.name)
             if wanted is not None and wanted != region:
@@ -168,14 +172,26 @@ class Leases:
             if pool.size < 1:
                 return f"pool {pool.name!r} must hold at least one sample, got {pool.size}"
             known = self.pools.get(pool.name)
-            if known is not None and (known.size, known.fingerprint) != (pool.size, pool.fingerprint):
+            if (
+                known is not None
+                and self._is_read(pool.name, name)
+                and (known.size, known.fingerprint) != (pool.size, pool.fingerprint)
+            ):
                 what = "data of another content or order" if known.size == pool.size else f"{pool.size} samples"
                 return f"pool {pool.name!r} has {known.size} samples in this run, {name} reads {what}"
         for pool in pools:
-            self.pools.setdefault(pool.name, PoolState(pool.size, pool.fingerprint))
+            if pool.name not in self.pools or not self._is_read(pool.name, name):
+                self.pools[pool.name] = PoolState(pool.size, pool.fingerprint)
         self._readable[name] = tuple(sorted({pool.name for pool in pools}))
         self.holdings.setdefault(name, Holding(session))
         return None
+
+    def _is_read(self, pool: str, name: str) -> bool:
+        """By others, or it was. Before that a reader that is set up wrongly does not decide what it is."""
+        return self.pools[pool].given > 0 or any(pool in read for other, read in self._readable.items() if other != name)
+
+    def disconnected(self, name: str) -> None:
+        self._readable.pop(name, None)
 
     # ------------------------------------------------------------ giving
 
@@ -188,10 +204,13 @@ class Leases:
             # A new connection: what was sent on the one before may not have arrived.
             holding.told = min(need.given, holding.given)
         told = _with_positions(holding.behind(holding.told), holding.given)
+        taken = min(need.taken, holding.given)
+        if need.settled > holding.merged:
+            holding.forget_before(min(need.settled, taken))
         share = sum(self.pools[pool].left_of_epoch for pool in readable) // (2 * max(1, live))
-        target = min(need.wanted, max(need.least, need.taken + share))
+        target = min(need.wanted, taken + MOST_AHEAD, max(need.least, taken + share))
         fresh: list[tuple[int, Range]] = []
-        if holding.given - need.taken < REFILL_BELOW * (target - need.taken):
+        if holding.given - taken < REFILL_BELOW * (target - taken):
             fresh = self._give_new(holding, readable, target - holding.given)
         holding.told = holding.given
         return told + fresh, fresh
@@ -214,7 +233,7 @@ class Leases:
 
     def connected(self, name: str) -> None:
         """On a new connection nothing has been told yet; what can be read is declared anew."""
-        self._readable.pop(name, None)
+        self.disconnected(name)
         if name in self.holdings:
             self.holdings[name].told = None
 
@@ -243,18 +262,19 @@ class Leases:
         holding = self.holdings[name]
         position = max(holding.merged, holding.first, kept)
         ranges = holding.behind(position)
-        for held in ranges:
-            self.pools[held.pool].give_back(held.start, held.stop)
+        for pool in {held.pool for held in ranges}:
+            self.pools[pool].give_back([(held.start, held.stop) for held in ranges if held.pool == pool])
         if ranges:
-            holding.ranges = []
-            holding.first = holding.merged = holding.floor = holding.given
+            holding.floor = holding.given
+        holding.ranges = []
+        holding.first = holding.merged = holding.given
         return holding.session, position, ranges
 
     def forget(self, name: str) -> None:
         """This process will not come back. What it held must have been taken back."""
         assert not self.holdings[name].ranges, "leases forgotten"
         del self.holdings[name]
-        self._readable.pop(name, None)
+        self.disconnected(name)
 
     # ------------------------------------------------------------ what a restart needs
 

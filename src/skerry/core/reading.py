@@ -1,7 +1,7 @@
 """The learner's side of data leases: which samples come next, and which have been trained on. Plain state, without threads.
 
 Ranges are read in the order they were given. A loader may read ahead of training: what it took counts as used only when the
-step it went into is done. When nothing is left (the syncer is away for long, say), samples that were read last are read once
+step it went into is done. When nothing is left (the syncer is away for long, say), samples that were read lately are read once
 more instead of waiting; they are not counted as leased again.
 """
 
@@ -13,7 +13,8 @@ from skerry.core.leases import Need, Range
 
 FIRST_STEPS = 64
 """What is wanted before the pace is known, in steps."""
-LEAST_STEPS = 4
+LEAST_STEPS, LEAST_S = 16, 1.0
+"""What is wanted even at the end of an epoch, as the larger of the two: a request takes its time."""
 LOW_STEPS = 8
 REPEATED = 4096
 """Ranges that are remembered to be read once more."""
@@ -30,6 +31,8 @@ class LeaseBook:
         self._read: deque[Range] = deque(maxlen=REPEATED)
         self._under_way: deque[int] = deque()
         """Of each batch that was taken and not trained on yet: how many of its samples count as used then."""
+        self._skipped = 0
+        """Samples that were taken and will not be trained on. They count as used with those of the next step."""
         self.set_batch(batch, batches_per_step)
         self.repeats = 0
         """Samples that were read once more."""
@@ -58,8 +61,8 @@ class LeaseBook:
         """What was given up to here is not ours any more. What is being trained on meanwhile counts as read once more."""
         self.given = self.taken = self.used = self.floor = position
         self._ahead.clear()
-        self._read.clear()
         self._under_way = deque([0] * len(self._under_way))
+        self._skipped = 0
 
     def take(self, may_repeat: bool = True) -> list[Range]:
         """The samples of the next batch, or none if they are not there."""
@@ -80,16 +83,27 @@ class LeaseBook:
 
     def step_done(self) -> int:
         """The batches of one step are trained on. Returns how many samples that adds to those used."""
-        added = 0
-        for _ in range(min(self._batches_per_step, len(self._under_way))):
-            added += self._under_way.popleft()
+        self.skip_step()
+        added, self._skipped = self._skipped, 0
         self.used += added
         return added
 
+    def skip_step(self) -> None:
+        """The batches of one step were read, and the step was not taken."""
+        for _ in range(min(self._batches_per_step, len(self._under_way))):
+            self._skipped += self._under_way.popleft()
+
+    def skip_all(self) -> None:
+        """Nothing that was taken before will be trained on any more."""
+        self._skipped += sum(self._under_way)
+        self._under_way.clear()
+
     def need(self, step_time_s: float, ahead_s: float) -> Need:
-        steps = max(LEAST_STEPS, ahead_s / step_time_s) if step_time_s > 0 else FIRST_STEPS
-        ahead = int(steps * self._step_samples)
-        return Need(self.given, self.taken, self.taken + ahead, self.taken + LEAST_STEPS * self._step_samples)
+        in_time = LEAST_S / step_time_s if step_time_s > 0 else 0.0
+        least = max(LEAST_STEPS, in_time)
+        wanted = max(least, ahead_s / step_time_s) if step_time_s > 0 else FIRST_STEPS
+        ahead = [self.taken + int(steps * self._step_samples) for steps in (wanted, least)]
+        return Need(self.given, self.taken, *ahead)
 
 
 def _take(ranges: deque[Range], count: int) -> list[Range]:

@@ -24,6 +24,7 @@ class LearnerState:
     step: int = 0
     tokens: int = 0
     heard_at: float = 0.0
+    gone_at: float = 0.0
     moved_at: float = 0.0
     """When bytes of a fragment last moved between it and us."""
     step_time: MovingAverage = field(default_factory=MovingAverage)

@@ -31,7 +31,7 @@ from collections import deque
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
 from skerry.core.guard import SizeHistory, why_unhealthy
-from skerry.core.leases import Holding, Leases
+from skerry.core.leases import Leases
 from skerry.core.messages import (
     LEFT,
     OVER,
@@ -103,7 +103,7 @@ class SyncerCore:
         self.participation: deque[float] = deque(maxlen=200)
         # Learners the last syncer process knew are away, not unknown: in lock-step their return is worth waiting for.
         self.learners = {
-            name: LearnerState(name, session, slot, "away", step, tokens, heard_at=now, ready=True, began=True)
+            name: LearnerState(name, session, slot, "away", step, tokens, heard_at=now, gone_at=now, ready=True, began=True)
             for name, (session, slot, step, tokens) in standing.sessions.items()
         }
         for name in standing.gone:
@@ -273,6 +273,10 @@ class SyncerCore:
             # Without a welcome the caller turns it away.
             actions.append(Record("refused", {"learner": event.name, "reason": "another process has taken its place"}))
             return
+        if event.leased > self.leases.of(event.name, event.session).given:
+            # It was forgotten, and what it did with the data it was given cannot be told any more.
+            actions.append(Record("refused", {"learner": event.name, "reason": "its leases are not known"}))
+            return
         versions = tuple(fragment.version for fragment in self.fragments)
         # Progress made since versions of this run is welcome, whether or not this syncer process remembers the learner.
         resumed = len(event.held) == len(versions) and all(0 <= h <= v for h, v in zip(event.held, versions, strict=True))
@@ -361,12 +365,9 @@ class SyncerCore:
         self.leases.connected(event.name)
         found = self.leases.of(event.name, event.session)
         # One that was told that it has lost something may not have heard it.
-        holds = found.given >= event.leased and event.lease_floor >= found.floor
+        holds = event.lease_floor >= found.floor
         if not (resumed and holds):
             self._take_back(event.name, "it starts over", actions)
-        if found.given < event.leased:
-            # It had left, or was forgotten. Its positions go on from where they were.
-            self.leases.holdings[event.name] = Holding.after(event.session, event.leased)
         return holds
 
     def _take_back(self, name: str, why: str, actions: list[Action]) -> None:
@@ -480,6 +481,7 @@ class SyncerCore:
         learner = self.learners.get(event.name)
         if learner is None or self.phase == "ended" or learner.phase in ("waiting", "away", "gone"):
             if learner is not None and learner.phase == "waiting":
+                self._take_back(event.name, "it has left", actions)
                 learner.phase = "gone"
             actions.append(Goodbye(event.name, LEFT))
         elif learner.phase == "training" and self.phase != "closing":
@@ -496,6 +498,7 @@ class SyncerCore:
             return
         learner.phase = "away"
         learner.heard_at = now
+        self.leases.disconnected(event.name)
         actions.append(Record("disconnected", {"learner": event.name}))
         if not self._worth_asking(learner):
             self._drop_unanswered(event.name)
@@ -569,7 +572,8 @@ class SyncerCore:
                     # It may only be frozen: then it finds its stream ended and connects again as the same session.
                     actions.append(Goodbye(learner.name, "silent", final=False))
                 actions.append(Record("lost", {"learner": learner.name, "silent_s": round(now - learner.heard_at, 3)}))
-                learner.phase = "gone"
+                learner.phase, learner.gone_at = "gone", now
+                self.leases.disconnected(learner.name)
                 self._drop_unanswered(learner.name)
         self._expire_leases(now, actions)
         self._forget_the_long_gone(actions)
@@ -579,8 +583,8 @@ class SyncerCore:
             learner = self.learners.get(name)
             if not holding.ranges or (learner is not None and learner.phase != "gone"):
                 continue
-            heard_at = learner.heard_at if learner is not None and learner.session == holding.session else self._started_at
-            if now >= heard_at + self.sync.lease_s:
+            # From when we found it gone: a syncer that stood still itself has not heard of anybody.
+            if now >= (learner.gone_at if learner is not None else self._started_at) + self.sync.lease_s:
                 self._take_back(name, f"it was not heard of for {self.sync.lease_s:.0f} s", actions)
 
     def _forget_the_long_gone(self, actions: list[Action]) -> None:
@@ -796,7 +800,7 @@ class SyncerCore:
             in_a_round = any(f.round and learner.name in f.round.asked | set(f.round.arrived) for f in self.fragments)
             if learner.phase == "leaving" and not learner.owes and not in_a_round:
                 learner.phase = "gone"
-                self._end_leases(learner.name, "it has left", actions)
+                self._take_back(learner.name, "it has left", actions)
                 actions.append(Record("left", {"learner": learner.name}))
                 actions.append(Goodbye(learner.name, LEFT))
 

@@ -161,9 +161,15 @@ class Learner:
                 joined with that region alone.
             batch: items in a list.
             seed: of the shuffle; the same on all islands.
-            batches_per_step: lists that go into one inner step, for loops that accumulate gradients.
+            batches_per_step: lists that go into one inner step, for loops that accumulate gradients. Every inner step must use
+                as many; where a loop reads batches and then does not step, it must call `skip_step`.
         """
         return LeasedSampler(self._link, size, batch, seed, batches_per_step)
+
+    def skip_step(self) -> None:
+        """The batches of one inner step were read from a sampler, and the step is not taken."""
+        with self._link.changed:
+            self._link.leases.skip_step()
 
     def leased(self, pools: Sequence[Pool], batch: int) -> LeasedRanges:
         """The same for loops that turn sample numbers into data themselves, one batch for a step."""

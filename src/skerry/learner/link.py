@@ -40,6 +40,8 @@ log = logging.getLogger("skerry.learner")
 
 HEARTBEAT_S = 1.0
 REPORT_EVERY_S = 0.2
+LOW_REPORT_S = 0.05
+"""The same when leases are about to run out."""
 REPORT_PAUSE_S = 0.01
 RETRY_TRANSFER_S = 0.5
 BACK_OFF_S = (0.2, 5.0)
@@ -126,7 +128,8 @@ class Link:
             # The run may have ended without us. Even alone this island has now done all that was left of it.
             with self.changed:
                 exchange.stop()
-        late = self._clock.now() - self._reported_at >= REPORT_EVERY_S or (self.pools and self.leases.low)
+        limit_s = LOW_REPORT_S if self.pools and self.leases.low else REPORT_EVERY_S
+        late = self._clock.now() - self._reported_at >= limit_s
         if late or exchange.schedule.due(exchange.step):
             self._to_report = True
             self.wake()
@@ -307,8 +310,10 @@ class Link:
                 if not welcome.resumed:
                     self.leases.void(welcome.leased)
                     exchange.void_samples(welcome.leased)
-                    if exchange.versions:
+                    if exchange.phase != "joining":
+                        assert self.replica is not None
                         exchange.start_over()
+                        self.replica.start_over()
                         self.prepared.clear()
                 self.slot, self.run_tokens = welcome.slot, max(self.run_tokens, welcome.run_tokens)
                 self.connected = True
@@ -370,7 +375,7 @@ class Link:
             self._stream.send(message)
 
     def _declare(self) -> None:
-        if self.connected and self.pools:
+        if self.connected and self.pools and not self.leaving:
             pools = [pb.Pool(name=pool.name, size=pool.size, fingerprint=pool.fingerprint) for pool in self.pools]
             self._send(pb.ToSyncer(data=pb.Data(pools=pools)))
             self._report()
@@ -425,7 +430,8 @@ class Link:
             )
             if self.pools and self.no_lease is None:
                 need = self.leases.need(self.pace.step_time_s, exchange.sync.ahead_s)
-                report.need.CopyFrom(pb.DataNeed(given=need.given, taken=need.taken, wanted=need.wanted, least=need.least))
+                wanted = {"taken": need.taken, "wanted": need.wanted, "least": need.least}
+                report.need.CopyFrom(pb.DataNeed(given=need.given, settled=exchange.settled_samples, **wanted))
             self.pace.longest_s = 0.0
         self._reported_at = self._clock.now()
         self._send(pb.ToSyncer(report=report))

@@ -51,6 +51,8 @@ class Replica:
         self._base: list[Tensor | None] = [None] * len(layout.fragments)
         # For `carry`: snapshots that were given, by the learner's count of steps at that moment.
         self._given: list[dict[int, Tensor]] = [{} for _ in layout.fragments]
+        self._start_whole = [True] * len(layout.fragments)
+        """The next version is taken as it is, whatever the rule: nothing here is progress since another one."""
         self.gate = threading.Lock()
         devices = {self._tensors[p.tensor].device for f in layout.fragments for p in f.pieces}
         if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
@@ -82,7 +84,12 @@ class Replica:
     def adopt(self, index: int, prepared: Prepared, since_step: int) -> None:
         """Put a version into the model, holding the gate. For `carry`, progress up to `since_step` is part of it."""
         change, event = prepared.change, prepared.event
-        if self._sync.adopt == "carry":
+        whole, self._start_whole[index] = self._start_whole[index], False
+        if whole:
+            self._given[index] = {}
+            if self._sync.adopt != "overwrite":
+                change, event = self._to_device(prepared.values)
+        elif self._sync.adopt == "carry":
             since = self._since(index, since_step)
             if since is not prepared.since:
                 # Another version was adopted after this one was prepared.
@@ -92,7 +99,7 @@ class Replica:
                 current = torch.cuda.current_stream(self.device)
                 current.wait_event(event)
                 change.record_stream(current)
-            self._write(self.layout.fragments[index], change)
+            self._write(self.layout.fragments[index], change, "overwrite" if whole else self._sync.adopt)
         if self._sync.adopt == "carry":
             # What was given but is not part of this version moves along with the parameters.
             left = {at: given for at, given in self._given[index].items() if at > since_step}
@@ -116,14 +123,18 @@ class Replica:
             moved = flat.pin_memory().to(self.device, non_blocking=True)
             return moved, _recorded(self._stream)
 
-    def _write(self, fragment: Fragment, flat: Tensor) -> None:
+    def start_over(self) -> None:
+        """What was learnt since the versions held does not count, and must not stay in the model."""
+        self._start_whole = [True] * len(self._start_whole)
+
+    def _write(self, fragment: Fragment, flat: Tensor, rule: str) -> None:
         for piece, change in zip(fragment.pieces, torch.split(flat, [p.numel for p in fragment.pieces]), strict=True):
             tensor = self._tensors[piece.tensor]
             whole = tensor.contiguous().view(-1)
             target = whole[piece.start : piece.stop]
-            if self._sync.adopt == "carry":
+            if rule == "carry":
                 target.add_(change)
-            elif self._sync.adopt == "blend":
+            elif rule == "blend":
                 target.lerp_(change.to(target.dtype), self._sync.blend)
             else:
                 target.copy_(change)

@@ -11,7 +11,6 @@ from skerry.errors import ConfigError, WireError
 from skerry.learner.link import Link
 
 WAIT_S = 0.2
-"""More is on its way, if the syncer is there."""
 ALONE_S = 120.0
 """So long one that has nothing at all waits for a syncer that is away. It may be gone for good."""
 
@@ -19,8 +18,7 @@ ALONE_S = 120.0
 class LeasedRanges:
     """Ranges of sample numbers, a batch of `batch` samples at a time, until the run closes.
 
-    Waits only before the very first batch, in lock-step, and for a moment if more is on its way. A step must use exactly
-    `batches_per_step` of them, in order.
+    Waits only before the very first batch, and in lock-step. A step must use exactly `batches_per_step` of them, in order.
     """
 
     def __init__(self, link: Link, pools: tuple[Pool, ...], batch: int, batches_per_step: int = 1) -> None:
@@ -36,20 +34,19 @@ class LeasedRanges:
         link = self._link
         exchange = link.exchange
         assert exchange is not None
-        waited, alone_since = False, link.now()
+        alone_since = link.now()
         with link.changed:
             while exchange.phase != "stopped":
                 if link.no_lease is not None:
                     raise ConfigError(link.no_lease)
-                may_repeat = not exchange.sync.wait and (waited or not link.connected)
-                if found := link.leases.take(may_repeat):
+                if found := link.leases.take(may_repeat=not exchange.sync.wait):
                     return found
                 if link.connected or exchange.sync.wait:
                     alone_since = link.now()
                 elif link.now() - alone_since >= ALONE_S:
                     raise WireError(f"{link.name} has no data to train on, and the syncer was away for {ALONE_S:.0f} s")
                 link.want_more()
-                waited = not link.changed.wait(WAIT_S)
+                link.changed.wait(WAIT_S)
         raise StopIteration
 
 
@@ -60,12 +57,14 @@ class LeasedSampler:
         sizes = dict(size) if isinstance(size, Mapping) else {"": size}
         if not sizes or any(not isinstance(count, int) or count < 1 for count in sizes.values()):
             raise ValueError(f"a data set must hold at least one sample, got {size!r}")
+        self._link = link
         self._several = isinstance(size, Mapping)
         self._shuffles = {name: Shuffle(count, seed) for name, count in sizes.items()}
         pools = tuple(Pool(name, count, seed % (1 << 64)) for name, count in sizes.items())
         self._ranges = LeasedRanges(link, pools, batch, batches_per_step)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        self._link.leases.skip_all()  # what a loader before this one had read ahead
         for ranges in self._ranges:
             yield [item for found in ranges for item in self._items(found)]
 

@@ -71,7 +71,6 @@ class StateCourier:
             try:
                 data = memoryview(await self._link.off_loop(self.state.pack, part))
                 header.size_bytes, header.checksum = len(data), codecs.checksum(data)
-                header.step = self._link.exchange.step if self._link.exchange is not None else 0
             except CannotKeep as error:
                 header.reason = str(error)
         with contextlib.suppress(WireError):  # whoever waits for it finds out

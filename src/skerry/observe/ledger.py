@@ -29,6 +29,7 @@ from typing import Any
 from skerry.core.leases import Leases
 from skerry.syncer.run_folder import read_identity, read_tape
 
+KINDS = ("joined", "left", "banked", "ended", "leased", "returned", "merged", "tape_gap")
 Span = tuple[int, int]
 """From, to."""
 
@@ -104,6 +105,7 @@ class Ledger:
             "tokens": [vars(account) for account in self.tokens],
             "discrepancies": self.discrepancies,
             "adds_up": self.adds_up,
+            "incomplete": self.incomplete,
         }
 
 
@@ -286,10 +288,8 @@ class Auditor:
 
 def audit_run(folder: Path) -> Ledger:
     """The ledger of a run folder, also beside a running syncer."""
-    standing, entries = read_tape(folder)
     auditor = Auditor(len(read_identity(folder).layout.fragments))
-    for kind, data in entries:
-        auditor.apply(kind, data)
+    standing = read_tape(folder, KINDS, auditor.apply)
     for name, (session, _, _, tokens) in standing.sessions.items():
         auditor.trained(session, name, tokens)
     ledger = auditor.ledger()

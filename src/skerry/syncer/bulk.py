@@ -147,6 +147,8 @@ class Bulk:
             > MAX_COUNT
         ):
             raise WireError(f"counts must be at most {MAX_COUNT}")
+        if header.upto_tokens < header.tokens:
+            raise WireError(f"{header.tokens} tokens cannot end at {header.upto_tokens}")
         offer = m.Contributed(
             name,
             header.fragment,

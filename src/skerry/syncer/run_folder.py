@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,16 @@ def read_standing(folder: Path) -> Standing:
     return Standing.from_json(json.loads(row["data"])) if row else Standing()
 
 
-def read_tape(folder: Path) -> tuple[Standing, list[tuple[str, dict[str, Any]]]]:
-    """Where the run stands and everything on the tape up to there, as (kind, data). Safe beside a running syncer."""
+def read_tape(folder: Path, kinds: Sequence[str], see: Callable[[str, dict[str, Any]], None]) -> Standing:
+    """Show what is on the tape of these kinds, entry by entry, and give where the run stood at that moment. Safe beside a
+    running syncer."""
     with _reading(folder) as database:
         database.execute("BEGIN")  # both of one moment
         row = database.execute("SELECT data FROM standing").fetchone()
-        entries = database.execute("SELECT kind, data FROM tape ORDER BY seq").fetchall()
-    standing = Standing.from_json(json.loads(row["data"])) if row else Standing()
-    return standing, [(entry["kind"], json.loads(entry["data"])) for entry in entries]
+        wanted = ", ".join("?" * len(kinds))
+        for entry in database.execute(f"SELECT kind, data FROM tape WHERE kind IN ({wanted}) ORDER BY seq", kinds):
+            see(entry["kind"], json.loads(entry["data"]))
+    return Standing.from_json(json.loads(row["data"])) if row else Standing()
 
 
 def read_span_s(folder: Path) -> float:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from skerry.clock import Clock, SystemClock
 from skerry.config import to_json
 from skerry.core import messages as m
 from skerry.core.fragment import TensorSpec, check_same_model
-from skerry.core.leases import Need, Pool
+from skerry.core.leases import MOST_POOLS, Need, Pool
 from skerry.core.syncer import SyncerCore
 from skerry.errors import JoinRefused, SkerryError, WireError
 from skerry.syncer.bulk import MAX_COUNT, Bulk
@@ -39,9 +39,8 @@ CONTROL_QUEUE = 4096
 PROGRESS_EVERY_S = 0.25
 METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
-MAX_POOLS = 1000
-MAX_WANTED = 1 << 40
-"""Samples a learner may hold."""
+MAX_LEAST = 1 << 20
+"""Samples a learner may hold at the end of an epoch, whatever its share."""
 LINGER_S = (0.5, 10.0)
 """How long an ended run is still served: if everyone has heard of the end, and if somebody may come back."""
 TOLD = ("fault", "healed", "restarted")
@@ -117,10 +116,17 @@ class SyncerServer:
     # ------------------------------------------------------------ the state machine and its actions
 
     def dispatch(self, event: m.Event) -> None:
-        try:
+        with self._no_half_change():
             self._perform_all(self.core.handle(event, self.clock.now()))
+
+    @contextlib.contextmanager
+    def _no_half_change(self) -> Iterator[None]:
+        """Whoever called may not notice an error, but a state half changed must not go on."""
+        try:
+            yield
+        except JoinRefused:
+            raise
         except Exception as error:
-            # Whoever called may not notice, but a state half changed must not go on.
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise
@@ -398,15 +404,17 @@ class SyncerServer:
             hello.leased,
             hello.lease_floor,
         )
-        actions = self.core.handle(joined, self.clock.now())
-        if not any(isinstance(action, m.Welcome) for action in actions):
-            self._perform_all(actions)
-            raise JoinRefused(f"another process has taken the place of {hello.name}")
-        # What comes before the welcome is for the process whose place it takes.
-        place = next(n for n, action in enumerate(actions) if isinstance(action, m.Welcome))
-        self._perform_all(actions[:place])
-        self._connections[hello.name] = connection
-        self._perform_all(actions[place:])
+        with self._no_half_change():
+            actions = self.core.handle(joined, self.clock.now())
+            if not any(isinstance(action, m.Welcome) for action in actions):
+                self._perform_all(actions)
+                reason = next(a.data["reason"] for a in actions if isinstance(a, m.Record) and a.kind == "refused")
+                raise JoinRefused(f"{hello.name} cannot come back: {reason}")
+            # What comes before the welcome is for the process whose place it takes.
+            place = next(n for n, action in enumerate(actions) if isinstance(action, m.Welcome))
+            self._perform_all(actions[:place])
+            self._connections[hello.name] = connection
+            self._perform_all(actions[place:])
         return connection
 
     async def _read(self, name: str, connection: Connection, messages: AsyncIterator[pb.ToSyncer | None]) -> None:
@@ -439,8 +447,10 @@ class SyncerServer:
                     self.dispatch(m.Leaving(name))
                 elif kind == "data":
                     pools = message.data.pools
-                    if not 0 < len(pools) <= MAX_POOLS or any(len(p.name) > MAX_NAME or p.size > MAX_COUNT for p in pools):
-                        self.record("refused", {"learner": name, "reason": "data sets that cannot be"})
+                    if not 0 < len(pools) <= MOST_POOLS or any(len(p.name) > MAX_NAME or p.size > MAX_COUNT for p in pools):
+                        reason = f"data sets must be 1 to {MOST_POOLS}, with names of at most {MAX_NAME} characters"
+                        self.record("refused", {"learner": name, "reason": reason})
+                        self.send(name, pb.ToLearner(no_lease=pb.NoLease(reason=reason)))
                         continue
                     found = tuple(Pool(pool.name, pool.size, pool.fingerprint) for pool in pools)
                     self.dispatch(m.Declared(name, found))
@@ -532,8 +542,7 @@ def _told_of_the_end(action: m.Action) -> tuple[object, ...] | None:
 
 
 def _need(need: pb.DataNeed) -> Need:
-    most = need.taken + MAX_WANTED
-    return Need(need.given, need.taken, min(need.wanted, most), min(need.least, most))
+    return Need(need.given, need.taken, need.wanted, min(need.least, need.taken + MAX_LEAST), need.settled)
 
 
 def _plausible(report: pb.Report, step_before: int) -> bool:

@@ -73,14 +73,14 @@ class Snapshots:
         # The cut is made. From here on islands are asked, in the order in which they hear of everything.
         step, tokens = self._core.step, self._core.tokens
         training = [learner.name for learner in self._core.learners.values() if learner.phase == "training"]
-        outcomes = await asyncio.gather(*[self._island(name, partial / "islands") for name in training])
+        outcomes = await asyncio.gather(*[self._island(name, partial / "islands", step) for name in training])
         islands = {name: found for name, found in zip(training, outcomes, strict=True)}
         facts = {"number": number, "step": step, "tokens": tokens, "islands": islands}
         await _in_thread(_finish, partial, self._folder / f"{number:06d}", facts)
         await _in_thread(self._remove_old)
         return facts
 
-    async def _island(self, name: str, folder: Path) -> str:
+    async def _island(self, name: str, folder: Path, step: int) -> str:
         """An island's inner state, part by part, so that little of it is in memory. Returns "kept", or why it is not."""
         place = folder / f"{quote(name, safe='')}.optimizer"
         part, parts, tries = 0, 1, 0
@@ -97,7 +97,8 @@ class Snapshots:
                 place.mkdir(parents=True, exist_ok=True)
                 await _in_thread(write_durably, place / f"{part:05d}.safetensors", bytes(data))
                 part, parts = part + 1, header.parts
-            await _in_thread(write_durably, place / "step", str(header.step).encode())
+            # The run's step, not the island's: how old it is, is counted in those.
+            await _in_thread(write_durably, place / "step", str(step).encode())
         except OSError as error:
             raise StoreError(f"the state of {name} cannot be kept: {error}") from error
         return "kept"
@@ -189,8 +190,9 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path:
     raise StoreError(f"{folder} has no whole snapshot")
 
 
-def restore(snapshot: Path, target: Path) -> dict[str, Any]:
-    """Make a run folder from a snapshot that is whole. It is a run of its own: islands of the other one are not let in."""
+def restore(snapshot: Path, target: Path, islands: int = 0) -> dict[str, Any]:
+    """Make a run folder from a snapshot that is whole. It is a run of its own: islands of the other one are not let in. With
+    `islands` the job is set up for another number of them."""
     manifest = check(snapshot)
     if target.exists() and any(target.iterdir()):
         raise StoreError(f"{target} exists and is not empty")
@@ -202,6 +204,10 @@ def restore(snapshot: Path, target: Path) -> dict[str, Any]:
                 shutil.copyfile(snapshot / name, target / name)
         identity = json.loads((snapshot / "run.json").read_text())
         before, identity["run_id"] = identity["run_id"], uuid.uuid4().hex
+        if identity["job"] is not None:
+            identity["job"]["run"] = str(target)
+            identity["job"]["islands"]["count"] = islands or identity["job"]["islands"]["count"]
+            (target / "config.json").write_text(json.dumps(identity["job"], indent=2) + "\n")
         # Last, because it makes the folder a run.
         write_durably(target / "run.json", json.dumps(identity, indent=1).encode())
     except OSError as error:

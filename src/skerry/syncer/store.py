@@ -243,8 +243,6 @@ class RunStore:
         for fragment in self.identity.layout.fragments:
             files.append(f"fragments/{newest_row(self._database, fragment.index)['file']}")
         files += [path.relative_to(self.folder).as_posix() for path in (self.folder / "good").glob("step-*.safetensors")]
-        for extra in ("config.json",):
-            files += [extra] if (self.folder / extra).exists() else []
         for name in files:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             _link_or_copy(self.folder / name, target / name)

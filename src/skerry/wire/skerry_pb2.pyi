@@ -161,16 +161,18 @@ class Report(_message.Message):
     def __init__(self, step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., loss: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., stall_s: _Optional[float] = ..., stalled_s: _Optional[float] = ..., need: _Optional[_Union[DataNeed, _Mapping]] = ...) -> None: ...
 
 class DataNeed(_message.Message):
-    __slots__ = ("given", "taken", "wanted", "least")
+    __slots__ = ("given", "taken", "wanted", "least", "settled")
     GIVEN_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     LEAST_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     given: int
     taken: int
     wanted: int
     least: int
-    def __init__(self, given: _Optional[int] = ..., taken: _Optional[int] = ..., wanted: _Optional[int] = ..., least: _Optional[int] = ...) -> None: ...
+    settled: int
+    def __init__(self, given: _Optional[int] = ..., taken: _Optional[int] = ..., wanted: _Optional[int] = ..., least: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class NothingToGive(_message.Message):
     __slots__ = ("fragment", "step")
@@ -401,7 +403,7 @@ class FetchState(_message.Message):
     def __init__(self, part: _Optional[int] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("ticket", "part", "parts", "size_bytes", "checksum", "reason", "again", "step")
+    __slots__ = ("ticket", "part", "parts", "size_bytes", "checksum", "reason", "again")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
@@ -409,7 +411,6 @@ class State(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     part: int
     parts: int
@@ -417,8 +418,7 @@ class State(_message.Message):
     checksum: int
     reason: str
     again: bool
-    step: int
-    def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., again: bool = ..., step: _Optional[int] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., again: bool = ...) -> None: ...
 
 class BulkToLearner(_message.Message):
     __slots__ = ("reply", "fetched", "state", "chunk")

@@ -1,0 +1,235 @@
+"""Snapshots of running runs: what is in them, what happens to damaged ones, and that a run goes on from one elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from islands import assert_same, batches, loss_of, poll, small_model, tape, train, versions
+
+import skerry
+from skerry.config import SyncConfig
+from skerry.errors import StoreError
+from skerry.observe.ledger import audit_run
+from skerry.syncer.run_folder import read_identity, read_model, read_standing
+from skerry.syncer.snapshots import newest_whole, restore
+from skerry.wire.client import take_snapshot
+
+JOB = """
+[model]
+layers = 1
+width = 32
+heads = 2
+context = 32
+[train]
+tokens = 1_000_000_000
+batch = 4
+[sync]
+fragments = 4
+every = 6
+[islands]
+count = 3
+[eval]
+every_tokens = 100_000
+tokens = 2048
+final_tokens = 16384
+sample_tokens = 0
+"""
+
+
+class Island:
+    """A learner that leases data and trains a little at a time."""
+
+    def __init__(self, address: str, name: str, keep: Path | None = None) -> None:
+        self.model = small_model()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.learner = skerry.join(address, self.model, self.optimizer, name=name, tokens_per_step=4, keep=keep)
+        self.batches = iter(self.learner.sampler(100, batch=4))
+
+    def steps(self, count: int) -> None:
+        generator = torch.Generator()
+        for _, items in zip(range(count), self.batches, strict=False):
+            x = torch.stack([torch.randn(6, generator=generator.manual_seed(item)) for item in items])
+            self.optimizer.zero_grad()
+            loss_of(self.model, (x, x.square().mean(1, keepdim=True))).backward()
+            self.optimizer.step()
+
+    def until_merged(self, folder: Path, count: int) -> None:
+        poll(lambda: self.steps(1) or min(versions(folder)) >= count, f"{count} versions of every fragment")
+
+
+@pytest.fixture
+def running(tmp_path: Path, start_syncer) -> tuple[Any, Island]:
+    sync = SyncConfig(fragments=2, every=4, snapshots_kept=2)
+    syncer = start_syncer(skerry.create(tmp_path / "run", small_model(), sync))
+    island = Island(syncer.address, "a")
+    island.until_merged(syncer.folder, 2)
+    return syncer, island
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [state["exp_avg_sq"] for state in optimizer.state.values()]
+
+
+def test_a_snapshot_holds_the_model_the_leases_and_the_moments_of_one_moment(running, tmp_path: Path, start_syncer) -> None:
+    syncer, island = running
+    facts = take_snapshot(syncer.address, None)
+    assert facts["number"] == 1 and facts["islands"] == {"a": "kept"}
+    held = [moment.clone() for moment in moments(island.optimizer)]
+    island.until_merged(syncer.folder, 4)
+    island.learner.detach()
+    syncer.stop()
+    snapshot = syncer.folder / "snapshots" / "000001"
+    assert versions(snapshot) < versions(syncer.folder)
+    restore(snapshot, tmp_path / "elsewhere")
+    restored = tmp_path / "elsewhere"
+    assert read_identity(restored).run_id != read_identity(syncer.folder).run_id
+    assert_same(read_model(restored), read_model(snapshot))
+    standing = read_standing(restored)
+    assert (standing.tokens, standing.sessions) == (read_standing(snapshot).tokens, {})
+    ledger = audit_run(restored)
+    assert ledger.adds_up and ledger.open == 0, "what the island of before held can be leased again"
+    again = start_syncer(restored)
+    follower = Island(again.address, "a", keep=restored / "islands")
+    assert follower.learner.optimizer_state == "own"
+    for found, expected in zip(moments(follower.optimizer), held, strict=True):
+        assert torch.equal(found, expected)
+    follower.until_merged(restored, 6)
+    follower.learner.leave()
+    again.stop()
+    ledger = audit_run(restored)
+    assert ledger.adds_up, ledger.discrepancies
+    assert tape(restored, "restored_from")[0]["number"] == 1
+
+
+def test_the_newest_are_kept_and_a_damaged_one_is_passed_over(running, tmp_path: Path) -> None:
+    syncer, island = running
+    for number in range(1, 5):
+        island.steps(8)
+        assert take_snapshot(syncer.address, None)["number"] == number
+    island.learner.detach()
+    syncer.stop()
+    folder = syncer.folder / "snapshots"
+    assert sorted(path.name for path in folder.iterdir()) == ["000003", "000004"]
+    said: list[str] = []
+    assert newest_whole(syncer.folder, said.append).name == "000004" and not said
+    victim = next(iter((folder / "000004" / "fragments").iterdir()))
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.unlink()  # it has another name in the run folder, which must stay as it is
+    victim.write_bytes(data)
+    assert newest_whole(syncer.folder, said.append).name == "000003"
+    assert said == [f"passed over: {victim} is damaged: its content does not match the manifest"]
+    with pytest.raises(StoreError, match="is damaged"):
+        restore(folder / "000004", tmp_path / "elsewhere")
+    (folder / "000003" / "manifest.json").unlink()
+    with pytest.raises(StoreError, match="has no whole snapshot"):
+        newest_whole(syncer.folder, said.append)
+
+
+def test_an_island_that_dies_meanwhile_is_named_and_the_rest_is_kept(running, monkeypatch) -> None:
+    syncer, island = running
+    monkeypatch.setattr("skerry.syncer.snapshots.STATE_S", 0.3)
+    monkeypatch.setattr("skerry.syncer.snapshots.TRIES", 0)
+    island.learner._link.courier = None  # it does not answer
+    facts = take_snapshot(syncer.address, None)
+    assert facts["islands"] == {"a": "a did not send its state within 0 s"}
+    assert newest_whole(syncer.folder, print).name == "000001"
+    island.learner.detach()
+
+
+def test_one_that_cannot_be_written_leaves_nothing_behind(running, monkeypatch) -> None:
+    syncer, island = running
+    from skerry.errors import WireError
+    from skerry.syncer import snapshots
+
+    def full(partial: Path, final: Path, facts: dict[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshots, "_finish", full)
+    with pytest.raises(WireError, match="a snapshot cannot be kept in .*No space left on device"):
+        take_snapshot(syncer.address, None)
+    assert list((syncer.folder / "snapshots").iterdir()) == []
+    poll(lambda: tape(syncer.folder, "snapshot_failed"), "the tape to say so")
+    island.until_merged(syncer.folder, 4)
+    island.learner.detach()
+
+
+def test_what_a_dead_syncer_left_half_done_is_removed(tmp_path: Path, start_syncer) -> None:
+    folder = skerry.create(tmp_path / "run", small_model(), SyncConfig(fragments=2))
+    (folder / "snapshots" / ".000007.partial" / "fragments").mkdir(parents=True)
+    start_syncer(folder).stop()
+    assert list((folder / "snapshots").iterdir()) == []
+
+
+def test_snapshots_are_taken_now_and_then(tmp_path: Path, start_syncer) -> None:
+    sync = SyncConfig(fragments=1, every=4, snapshot_every_s=0.3)
+    syncer = start_syncer(skerry.create(tmp_path / "run", small_model(), sync))
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    learner = skerry.join(syncer.address, model, optimizer)
+    train(model, optimizer, batches(0, 20))
+    poll(lambda: len(tape(syncer.folder, "snapshot")) >= 2, "two snapshots")
+    learner.detach()
+    syncer.stop()
+    entry = tape(syncer.folder, "snapshot")[0]
+    assert entry["islands"] == {learner.name: "the optimizer has no state yet"}, "plain SGD has none"
+
+
+def skerry_command(*arguments: str) -> str:
+    found = subprocess.run([sys.executable, "-m", "skerry", *arguments], capture_output=True, text=True, timeout=170)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def start_skerry(*arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "skerry", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def tokens_of(folder: Path) -> int:
+    return read_standing(folder).tokens if (folder / "address").exists() else 0
+
+
+def test_a_run_goes_on_from_a_snapshot_in_another_folder_with_other_islands(tmp_path: Path) -> None:
+    """As a user would do it: real processes, a snapshot under load, a damaged newer one, fewer islands."""
+    job, folder, other = tmp_path / "job.toml", tmp_path / "run", tmp_path / "other"
+    job.write_text(JOB)
+    process = start_skerry("train", str(job), "--run", str(folder))
+    try:
+        poll(lambda: tokens_of(folder) > 250_000, "some of the run", 90)
+        take_snapshot((folder / "address").read_text().strip(), None)
+        assert "snapshot 000002 of step" in skerry_command("snapshot", str(folder))
+    finally:
+        process.terminate()
+        process.wait(30)
+    (folder / "snapshots" / "000002" / "tape.sqlite").write_bytes(b"not a tape")
+    made = subprocess.run(
+        [sys.executable, "-m", "skerry", "restore", str(folder), str(other), "--islands", "2"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert made.returncode == 0 and "passed over" in made.stderr and "tape.sqlite is damaged" in made.stderr, made.stderr
+    assert f"go on with: skerry resume {other}" in made.stdout
+    shutil.rmtree(folder)  # nothing of the run that was cut is needed
+    before = read_standing(other).tokens
+    assert before > 250_000 and json.loads((other / "config.json").read_text())["islands"]["count"] == 2
+    process = start_skerry("resume", str(other))
+    try:
+        poll(lambda: tokens_of(other) > before + 150_000, "more of the run", 90)
+        skerry_command("close", str(other))
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    result = json.loads((other / "result.json").read_text())
+    assert 1.0 < result["validation_loss"] < 3.4
+    assert {entry["learner"] for entry in tape(other, "joined")[-2:]} == {"island-0", "island-1"}
+    assert [entry["source"] for entry in tape(other, "optimizer_state")][-2:] == ["own", "own"]
+    ledger = audit_run(other)
+    assert ledger.adds_up, ledger.discrepancies
+    assert ledger.trained == result["tokens"]
