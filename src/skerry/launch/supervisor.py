@@ -15,7 +15,8 @@ from skerry.config import Config
 from skerry.errors import RunFailed
 from skerry.launch.processes import STOP_S, Child
 from skerry.metrics import MetricsTail, MetricsWriter
-from skerry.observe import Accountant, RunStatus, account_lines, open_view, plot_run, summary
+from skerry.observe import Accountant, RunStatus, account_lines, audit_run, ledger_summary, open_view, plot_run, summary
+from skerry.syncer.run_folder import read_identity
 
 POLL_S = 0.2
 RESTART_PAUSE_S = 0.5
@@ -89,6 +90,9 @@ class Supervisor:
         if account.islands:
             (self._folder / "account.json").write_text(json.dumps(account.to_json(), indent=1) + "\n")
             view.say(account_lines(account))
+        if (self._folder / "tape.sqlite").exists():
+            sizes = [fragment.numel for fragment in read_identity(self._folder).layout.fragments]
+            view.say(ledger_summary(audit_run(self._folder), sizes))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._interrupted += 1

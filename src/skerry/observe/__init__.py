@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skerry.observe.accounting import Accountant, RunAccount, account_of
-from skerry.observe.ledger import Ledger, audit_run, ledger_lines
+from skerry.observe.ledger import Ledger, audit_run, ledger_lines, ledger_summary
 from skerry.observe.plot import plot_run
 from skerry.observe.status import Event, IslandStatus, Result, RunStatus, Validation
 from skerry.observe.view import LiveView, PlainView, View, open_view
@@ -25,6 +25,7 @@ __all__ = [
     "account_of",
     "audit_run",
     "ledger_lines",
+    "ledger_summary",
     "open_view",
     "plot_run",
     "summary",

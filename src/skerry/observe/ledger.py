@@ -13,7 +13,7 @@ Of tokens, fragment by fragment, because a fragment is merged on its own: what w
     lost        done after a process's last merged contribution, and then the process ended
     open        the same of a process that goes on, or went on when the run ended
 
-The words are explained in docs/ledger.md. Everything that cannot be is a discrepancy, and is said.
+The words are explained in docs/data.md. Everything that cannot be is a discrepancy, and is said.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from skerry.core.leases import Leases
 from skerry.syncer.run_folder import read_identity, read_tape
 
 KINDS = ("joined", "left", "banked", "ended", "leased", "returned", "merged", "tape_gap")
+MUCH_REPLACED = 0.25
+"""Of τ out of H steps the work is replaced by design; so much of it is a sign that the settings do not fit."""
 Span = tuple[int, int]
 """From, to."""
 
@@ -305,6 +307,28 @@ def audit_run(folder: Path) -> Ledger:
     return ledger
 
 
+def ledger_summary(ledger: Ledger, sizes: Sequence[int]) -> str:
+    """In a line or two, for the end of a run."""
+    if not ledger.trained:
+        return ""
+    shares = {word: _mean(ledger, word, sizes) / ledger.trained for word in ("applied", "replaced", "lost")}
+    lines = [
+        f"in the model     {shares['applied']:.1%} of trained tokens; {shares['replaced']:.1%} replaced by a merge before they "
+        f"were in one, {shares['lost']:.1%} lost"
+    ]
+    if shares["replaced"] > MUCH_REPLACED:
+        lines.append("                 exchanges take long beside sync.every steps: a larger one would keep more of the work")
+    if not ledger.adds_up:
+        lines.append("                 THE LEDGER DOES NOT ADD UP: see skerry ledger")
+    return "\n".join(lines)
+
+
+def _mean(ledger: Ledger, word: str, sizes: Sequence[int]) -> float:
+    """Over the whole model."""
+    whole = sum(sizes) or 1
+    return float(sum(size * getattr(account, word) for size, account in zip(sizes, ledger.tokens, strict=True)) / whole)
+
+
 def ledger_lines(ledger: Ledger, sizes: Sequence[int]) -> str:
     """For a terminal. `sizes` are the fragments' numbers of parameters."""
     lines = []
@@ -318,9 +342,8 @@ def ledger_lines(ledger: Ledger, sizes: Sequence[int]) -> str:
     else:
         lines.append("no samples were leased: the islands bring their own data")
     lines.append(f"tokens trained {ledger.trained:>16,}   (mean over the model)")
-    whole = sum(sizes) or 1
     for word in ("applied", "replaced", "lost", "open"):
-        mean = sum(size * getattr(account, word) for size, account in zip(sizes, ledger.tokens, strict=True)) / whole
+        mean = _mean(ledger, word, sizes)
         share = f"{mean / ledger.trained:>7.2%}" if ledger.trained else ""
         lines.append(f"  {word:<12} {mean:>16,.0f} {share}")
     if ledger.incomplete:
