@@ -118,6 +118,13 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_argument("--json", action="store_true", help="as one JSON object")
     ledger.set_defaults(act=_ledger)
 
+    replay = commands.add_parser("replay", help="execute a recorded run again, to the bit; or say where two runs first differ")
+    replay.add_argument("run", type=Path, help="the run folder")
+    replay.add_argument("--outer-steps", type=int, help="stop after so many (default: all)")
+    replay.add_argument("--write", type=Path, help="write the global model as it is then to this safetensors file")
+    replay.add_argument("--against", type=Path, help="another run folder: only say where the two first differ")
+    replay.set_defaults(act=_replay)
+
     chaos = commands.add_parser("chaos", help="do harm to a run that skerry train is running, to see it recover")
     chaos.add_argument("run", type=Path, help="the run folder")
     chaos.add_argument("faults", help='for example "kill island-1" or "freeze syncer for 5s, slow island-0 3x for 20s"')
@@ -375,6 +382,32 @@ def _ledger(options: argparse.Namespace) -> None:
     print(json.dumps(ledger.to_json()) if options.json else ledger_lines(ledger, sizes))
     if not ledger.adds_up:
         raise StoreError(f"the ledger of {options.run} does not add up")
+
+
+def _replay(options: argparse.Namespace) -> None:
+    import time
+
+    from skerry.train.replay import Replay, first_difference
+    from skerry.train.validate import save_model
+
+    if options.against is not None:
+        found = first_difference(options.run, options.against)
+        print(found or "no difference: one is the beginning of the other, or they are the same")
+        return
+    if options.outer_steps is not None and options.outer_steps < 0:
+        raise ConfigError(f"--outer-steps must be at least 0, got {options.outer_steps}")
+    replay = Replay(options.run)
+    wanted = len(replay.recording.merges)
+    wanted = wanted if options.outer_steps is None else min(wanted, options.outer_steps)
+    said = time.monotonic()
+    for merged in replay.run(wanted):
+        if time.monotonic() - said >= 5.0:
+            said = time.monotonic()
+            print(f"{replay.done} of {wanted} outer steps, now in round {merged.data['step']}", flush=True)
+    if options.write is not None:
+        save_model(options.write, replay.model())
+        print(f"wrote {options.write}")
+    print(f"{replay.done} outer steps came out as they were, bit for bit")
 
 
 def _validator(options: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@
     ├── JoinRefused        the syncer will not have this learner (other model, other protocol, other run)
     ├── WireError          a link or a peer misbehaved; retrying may help
     ├── StoreError         the run folder cannot be read or written
+    ├── ReplayError        a recorded run cannot be executed again, or does not come out as it was
     └── RunFailed          a part of a run ended badly and was not brought back
 
 Foreign exceptions (gRPC, SQLite, safetensors) become one of these at the edge where they appear, so that callers need
@@ -32,6 +33,10 @@ class WireError(SkerryError):
 
 class StoreError(SkerryError):
     """The run folder is missing, damaged, in use, or cannot be written."""
+
+
+class ReplayError(SkerryError):
+    """A recorded run cannot be executed again from what the tape has, or came out otherwise."""
 
 
 class RunFailed(SkerryError):

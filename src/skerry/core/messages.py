@@ -25,6 +25,8 @@ class Joined:
     """How many samples it knows it was given."""
     lease_floor: int = 0
     """Up to where it knows that they are not its own any more."""
+    platform: str = ""
+    """What the last bit of its arithmetic depends on."""
 
 
 @dataclass(frozen=True)

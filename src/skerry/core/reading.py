@@ -7,6 +7,7 @@ more instead of waiting; they are not counted as leased again.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 from skerry.core.leases import Need, Range
@@ -29,10 +30,12 @@ class LeaseBook:
         self.used = 0
         self._ahead: deque[Range] = deque()
         self._read: deque[Range] = deque(maxlen=REPEATED)
-        self._under_way: deque[int] = deque()
+        self._under_way: deque[tuple[int, list[Range]]] = deque()
         """Of each batch that was taken and not trained on yet: how many of its samples count as used then."""
         self._skipped = 0
         """Samples that were taken and will not be trained on. They count as used with those of the next step."""
+        self.last_step: list[Range] = []
+        """What the last step was trained on."""
         self.set_batch(batch, batches_per_step)
         self.repeats = 0
         """Samples that were read once more."""
@@ -61,7 +64,7 @@ class LeaseBook:
         """What was given up to here is not ours any more. What is being trained on meanwhile counts as read once more."""
         self.given = self.taken = self.used = self.floor = position
         self._ahead.clear()
-        self._under_way = deque([0] * len(self._under_way))
+        self._under_way = deque((0, ranges) for _, ranges in self._under_way)
         self._skipped = 0
 
     def take(self, may_repeat: bool = True) -> list[Range]:
@@ -71,18 +74,20 @@ class LeaseBook:
             taken = _take(self._ahead, count)
             self._read.extend(taken)
             self.taken += count
-            self._under_way.append(count)
+            self._under_way.append((count, taken))
             return taken
         if may_repeat and sum(found.count for found in self._read) >= count:
             again = _take(self._read, count)
             self._read.extend(again)
             self.repeats += count
-            self._under_way.append(0)
+            self._under_way.append((0, again))
             return again
         return []
 
     def step_done(self) -> int:
         """The batches of one step are trained on. Returns how many samples that adds to those used."""
+        batches = itertools.islice(self._under_way, self._batches_per_step)
+        self.last_step = [found for _, ranges in batches for found in ranges]
         self.skip_step()
         added, self._skipped = self._skipped, 0
         self.used += added
@@ -91,11 +96,11 @@ class LeaseBook:
     def skip_step(self) -> None:
         """The batches of one step were read, and the step was not taken."""
         for _ in range(min(self._batches_per_step, len(self._under_way))):
-            self._skipped += self._under_way.popleft()
+            self._skipped += self._under_way.popleft()[0]
 
     def skip_all(self) -> None:
         """Nothing that was taken before will be trained on any more."""
-        self._skipped += sum(self._under_way)
+        self._skipped += sum(count for count, _ in self._under_way)
         self._under_way.clear()
 
     def need(self, step_time_s: float, ahead_s: float) -> Need:

@@ -304,7 +304,7 @@ class SyncerCore:
         leased = self.leases.of(event.name, event.session).given
         actions.append(Welcome(*place, quarantined=learner.quarantined, leased=leased))
         actions.append(Record("joined", {"learner": event.name, "session": event.session, "slot": learner.slot,
-                                         "resumed": resumed, "step": self.step}))  # fmt: skip
+                                         "resumed": resumed, "step": self.step, "platform": event.platform}))  # fmt: skip
         if self.phase == "ended" or (self.phase == "closing" and learner.phase == "waiting"):
             actions.append(Goodbye(event.name, OVER))
             learner.phase = "gone"

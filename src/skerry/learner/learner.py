@@ -55,7 +55,12 @@ class Learner:
         self._in_step = False
         self._left = False
         self._optimizer_state: OptimizerSource = "fresh"
-        self._courier = link.courier = StateCourier(link, OptimizerState(optimizers, link.replica))
+        exchange = self._exchange
+        state = OptimizerState(optimizers, link.replica, lambda: exchange.totals.steps)
+        self._courier = link.courier = StateCourier(link, state)
+        self._run_tokens = link.run_tokens
+        """As of the beginning of this step: what a schedule reads stands still for the length of a step."""
+        link.journal.began_step(1, self._run_tokens)
         self._handles: list[Any] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -65,23 +70,26 @@ class Learner:
         """Give the optimizer a state, if the run is under way: the own one that was kept, a healthy peer's, or none."""
         if self._exchange.step > 0:
             self._optimizer_state = self._recovered(keep)
-            self._link.restored(self._optimizer_state)
         self._courier.keep = keep
 
     def _recovered(self, keep: Path | None) -> OptimizerSource:
         link, state = self._link, self._courier.state
         kept = OptimizerState.read(keep, link.run_id) if keep is not None else None
         try:
-            if kept is not None and is_recent(kept[0], self._exchange.step, self._exchange.sync.every):
-                state.restore(kept[1])
+            if kept is not None and is_recent(kept.step, self._exchange.step, self._exchange.sync.every):
+                state.restore(kept.parts)
+                link.restored("own", kept.origin, kept.journal)
                 return "own"
         except WireError as error:
             log.warning("%s: the state that was kept cannot be used: %s", self.name, error)
         try:
-            state.restore(link.fetch_state())
+            parts, origin = link.fetch_state()
+            state.restore(parts)
+            link.restored("peer", origin)
             return "peer"
         except WireError as error:
             log.info("%s starts with a cold optimizer: %s", self.name, error)
+            link.restored("cold")
             return "cold"
 
     # ------------------------------------------------------------ what a loop may look at
@@ -127,14 +135,14 @@ class Learner:
 
     @property
     def run_tokens(self) -> int:
-        """Tokens all islands together have trained on, as last told by the syncer. Schedules should follow this."""
-        return self._link.run_tokens
+        """Tokens all islands together had trained on when this step began, as told by the syncer. Schedules follow this."""
+        return self._run_tokens
 
     @property
     def progress(self) -> float:
         """Share of the run's budget that is spent; 0 for a run without a budget."""
         budget = self._exchange.sync.budget_tokens
-        return min(1.0, self._link.run_tokens / budget) if budget else 0.0
+        return min(1.0, self._run_tokens / budget) if budget else 0.0
 
     # ------------------------------------------------------------ what a loop may tell
 
@@ -275,9 +283,13 @@ class Learner:
             self._in_step = True
         self._replica.after_write()
         with link.changed:
-            for fragment in self._exchange.stepped(tokens, link.leases.step_done()):
+            samples = link.leases.step_done()
+            for fragment in self._exchange.stepped(tokens, samples):
                 link.staged[fragment] = self._replica.snapshot(fragment, self._exchange.totals.steps)
             adopt_ready(link)
+            steps, self._run_tokens = self._exchange.totals.steps, link.run_tokens
+            link.journal.trained_on(steps, link.leases.last_step)
+            link.journal.began_step(steps + 1, self._run_tokens)
         self._open_gate()
         link.step_done()
         self._wait_in_lock_step()
@@ -333,6 +345,7 @@ def adopt_ready(link: Link) -> None:
         if not adopted:
             replica.before_write()
         replica.adopt(version.fragment, prepared, exchange.uncounted_since(version).steps)
+        link.journal.adopted(exchange.totals.steps, version.fragment, version.version)
         exchange.adopted(version)
         adopted = True
     if adopted:

@@ -7,13 +7,15 @@ downloads wait in `prepared` for the training thread. When the syncer goes away 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import threading
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import torch
 from safetensors.torch import load
 from torch import nn
 
@@ -26,6 +28,7 @@ from skerry.core.leases import Pool, Range
 from skerry.core.reading import LeaseBook
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
+from skerry.learner.journal import Journal
 from skerry.learner.pace import Pace
 from skerry.learner.replica import Arrival, Prepared, Replica
 from skerry.learner.state_courier import StateCourier
@@ -58,6 +61,9 @@ class Link:
         self.address = address
         self.name = name
         self.region = region
+        device = next((tensor.device for _, tensor in model_tensors(model)), None)
+        self.platform = f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads"
+        """What arithmetic to the bit depends on."""
         self.session = uuid.uuid4().hex
         self.changed = threading.Condition()
         """Guards the exchange and everything below that both threads touch; notified when there is news for training."""
@@ -82,6 +88,7 @@ class Link:
         self.courier: StateCourier | None = None
         self.fixed_loaded = False
         self.leases = LeaseBook()
+        self.journal = Journal()
         self.pools: tuple[Pool, ...] = ()
         """Data this learner can read; none if it does not take part in leases."""
         self.no_lease: str | None = None
@@ -282,6 +289,7 @@ class Link:
                 tokens=exchange.totals.tokens,
                 held=exchange.versions if self.fixed_loaded else (),
                 region=self.region,
+                platform=self.platform,
                 leased=self.leases.given,
                 lease_floor=self.leases.floor,
             )
@@ -324,6 +332,7 @@ class Link:
                 self._ready_sent = welcome.resumed
                 self.quarantined = welcome.quarantined
                 exchange.welcomed(tuple(welcome.versions), tuple(welcome.merged_steps), tuple(welcome.counted), welcome.step)
+                self.journal.durable(max(welcome.counted, default=0))
                 if not self.fixed_loaded:
                     self._spawn(self._fetch_fixed(len(welcome.versions)))
                 self._declare()
@@ -338,6 +347,7 @@ class Link:
             elif kind == "announce":
                 note = message.announce
                 exchange.announced(Version(note.fragment, note.version, note.step, note.counted))
+                self.journal.durable(note.counted)
                 self._told(note.run_tokens)
             elif kind == "stop":
                 exchange.stop()
@@ -518,6 +528,8 @@ class Link:
         exchange, lane = self.exchange, self.lane
         assert exchange is not None and lane is not None
         question = give.question
+        with self.changed:
+            journal = self.journal.upto(give.at.steps)
         header = pb.Upload(
             fragment=question.fragment,
             step=question.step,
@@ -531,6 +543,7 @@ class Link:
             samples_from=give.samples[0],
             samples_to=give.samples[1],
             upto_tokens=give.at.tokens,
+            journal_json=journal,
         )
         while True:
             try:
@@ -570,13 +583,17 @@ class Link:
         if self.courier is not None:  # it has joined, and is asked only then
             await self.courier.give(ticket, part)
 
-    def fetch_state(self) -> list[bytes]:
-        """Every part of a healthy peer's optimizer state. Called by the training thread; raises WireError."""
+    def fetch_state(self) -> tuple[list[bytes], list[tuple[str, int]]]:
+        """Every part of a healthy peer's optimizer state, and whose it was when. Called by the training thread; raises
+        WireError."""
         assert self.courier is not None
         return asyncio.run_coroutine_threadsafe(self.courier.fetch(), self._loop).result()
 
-    def restored(self, source: str) -> None:
-        self._call(lambda: self._send(pb.ToSyncer(restored=pb.Restored(source=source))))
+    def restored(self, source: str, origin: Sequence[tuple[str, int]] = (), journal: str = "") -> None:
+        """Where the optimizer's state came from: of each part whose it was, after how many steps; and what its owner had not
+        been able to hand over of its journal."""
+        message = pb.Restored(source=source, origin_json=json.dumps(origin), journal_json=journal)
+        self._call(lambda: self._send(pb.ToSyncer(restored=message)))
 
     # ------------------------------------------------------------ merged fragments
 

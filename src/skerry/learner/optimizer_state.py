@@ -7,8 +7,8 @@ by parameter while training goes on, so two parameters may be a step apart; mome
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,22 @@ class _Place:
     name: str
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A state that was kept: at which step of the run, its parts, of which process after how many of its steps, and what that
+    process had not handed over of its journal."""
+
+    step: int
+    parts: list[bytes]
+    origin: list[tuple[str, int]] = field(default_factory=list)
+    journal: str = ""
+
+
 class OptimizerState:
-    def __init__(self, optimizers: Sequence[Optimizer], replica: Replica) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], replica: Replica, steps: Callable[[], int] = lambda: 0) -> None:
         self._replica = replica
+        self._steps = steps
+        """The learner's own count of steps, while the gate is held."""
         self._parts: list[list[_Place]] = [[]]
         size = 0
         for number, optimizer in enumerate(optimizers):
@@ -55,32 +68,40 @@ class OptimizerState:
     def parts(self) -> int:
         return len(self._parts)
 
-    def pack(self, part: int) -> bytes:
-        """One part, as safetensors. Called from another thread than the one that trains."""
+    def pack(self, part: int) -> tuple[bytes, int]:
+        """One part, as safetensors, and after how many steps it was. Called from another thread than the one that trains."""
         return self._packed(self._parts[part], {})
 
-    def _packed(self, places: Sequence[_Place], metadata: dict[str, str]) -> bytes:
+    def pack_all(self) -> bytes:
+        """Every part in one."""
+        return self._packed(list(self._places()), {})[0]
+
+    def _packed(
+        self, places: Sequence[_Place], metadata: dict[str, str], journal: Callable[[], str] = str
+    ) -> tuple[bytes, int]:
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Any] = {}
-        for place in places:
-            found, plain = self._copy(place)
-            tensors.update(found)
-            numbers.update(plain)
+        steps = 0
+        # On a CPU a copy takes no longer with others than alone, so all are of one moment and a replay can make them again.
+        at_once = [places] if self._replica.on_cpu else [[place] for place in places]
+        for some in at_once:
+            with self._replica.gate:
+                taken = [self._take(place) for place in some]
+                steps = self._steps()
+                metadata = {**metadata, "journal": journal()}
+            for place, state, arrived in taken:
+                tensors.update({f"{place.name}/{key}": copy for key, copy in arrived().items()})
+                numbers.update(_numbers(place, state))
         if not tensors and not numbers:
             raise CannotKeep("the optimizer has no state yet")
-        return save(tensors, {**metadata, "numbers": json.dumps(numbers)})
+        return save(tensors, {**metadata, "numbers": json.dumps(numbers), "steps": str(steps)}), steps
 
-    def _copy(self, place: _Place) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        with self._replica.gate:
-            state = dict(place.optimizer.state.get(place.parameter, {}))
-            wanted = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            copies = self._replica.copy_out(list(wanted.values()))
-        tensors = {f"{place.name}/{key}": copy for key, copy in zip(wanted, copies(), strict=True)}
-        numbers = {f"{place.name}/{key}": value for key, value in state.items() if key not in wanted and value is not None}
-        for key, value in numbers.items():
-            if not isinstance(value, (int, float, bool)):
-                raise CannotKeep(f"{type(place.optimizer).__name__} keeps {key.split('/')[-1]!r} as {type(value).__name__}")
-        return tensors, numbers
+    def _take(self, place: _Place) -> tuple[_Place, dict[str, Any], Callable[[], dict[str, Tensor]]]:
+        """Holding the gate."""
+        state = dict(place.optimizer.state.get(place.parameter, {}))
+        wanted = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        copies = self._replica.copy_out(list(wanted.values()))
+        return place, state, lambda: dict(zip(wanted, copies(), strict=True))
 
     def restore(self, packed: Sequence[bytes]) -> None:
         """Before training. All parts or none: raises WireError, and leaves the optimizer as it is, if anything does not fit."""
@@ -107,9 +128,10 @@ class OptimizerState:
 
     # ------------------------------------------------------------ on disk
 
-    def save_to(self, path: Path, run_id: str, step: int) -> None:
+    def save_to(self, path: Path, run_id: str, step: int, session: str = "", journal: Callable[[], str] = str) -> None:
         """Every part into one file, which is there whole or as it was before."""
-        data = self._packed(list(self._places()), {"run_id": run_id, "step": str(step)})
+        metadata = {"run_id": run_id, "step": str(step), "session": session}
+        data, _ = self._packed(list(self._places()), metadata, journal)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, data)
 
@@ -117,31 +139,39 @@ class OptimizerState:
         return (place for part in self._parts for place in part)
 
     @staticmethod
-    def read(path: Path, run_id: str) -> tuple[int, list[bytes]] | None:
-        """The step it was kept at, and its parts; None if there is none of this run. A run restored from a snapshot has them
-        in a folder beside the file."""
+    def read(path: Path, run_id: str) -> Kept | None:
+        """None if there is none of this run. A run restored from a snapshot has it in a folder beside the file."""
         own, restored = _read_file(path, run_id), _read_parts(path.with_suffix(""))
         found = [kept for kept in (own, restored) if kept is not None]
-        return max(found, key=lambda kept: kept[0]) if found else None
+        return max(found, key=lambda kept: kept.step) if found else None
 
 
-def _read_parts(folder: Path) -> tuple[int, list[bytes]] | None:
+def _read_parts(folder: Path) -> Kept | None:
     try:
         step = int((folder / "step").read_text())
-        return step, [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+        return Kept(step, [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))])
     except (OSError, ValueError):
         return None
 
 
-def _read_file(path: Path, run_id: str) -> tuple[int, list[bytes]] | None:
+def _read_file(path: Path, run_id: str) -> Kept | None:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
         if metadata.get("run_id") != run_id:
             return None
-        return int(metadata["step"]), [path.read_bytes()]
+        origin = [(metadata.get("session", ""), int(metadata.get("steps", "0")))]
+        return Kept(int(metadata["step"]), [path.read_bytes()], origin, metadata.get("journal", ""))
     except (OSError, SafetensorError, ValueError, KeyError):
         return None
+
+
+def _numbers(place: _Place, state: dict[str, Any]) -> dict[str, Any]:
+    found = {key: value for key, value in state.items() if not isinstance(value, Tensor) and value is not None}
+    for key, value in found.items():
+        if not isinstance(value, (int, float, bool)):
+            raise CannotKeep(f"{type(place.optimizer).__name__} keeps {key!r} as {type(value).__name__}")
+    return {f"{place.name}/{key}": value for key, value in found.items()}
 
 
 def _metadata(data: bytes) -> dict[str, str]:

@@ -66,6 +66,10 @@ class Replica:
         self._written: Any = None
         self._being_read: list[Any] = []
 
+    @property
+    def on_cpu(self) -> bool:
+        return not self._cuda
+
     # ------------------------------------------------------------ the training thread
 
     def before_write(self) -> None:

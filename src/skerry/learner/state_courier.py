@@ -49,7 +49,7 @@ class StateCourier:
         if keep is None or step == self._kept_step:
             return
         try:
-            self.state.save_to(keep, self._link.run_id, step)
+            self.state.save_to(keep, self._link.run_id, step, self._link.session, self._journal)
         except CannotKeep as error:
             if exchange.totals.steps:
                 log.warning("%s does not keep its optimizer's state: %s", name, error)
@@ -69,26 +69,34 @@ class StateCourier:
             header.reason = "there is no such part"
         else:
             try:
-                data = memoryview(await self._link.off_loop(self.state.pack, part))
+                packed, header.steps = await self._link.off_loop(self.state.pack, part)
+                data = memoryview(packed)
                 header.size_bytes, header.checksum = len(data), codecs.checksum(data)
+                header.session, header.journal_json = self._link.session, self._journal()
             except CannotKeep as error:
                 header.reason = str(error)
         with contextlib.suppress(WireError):  # whoever waits for it finds out
             await lane.send_state(header, data, self._link.count_sent)
 
-    async def fetch(self) -> list[bytes]:
-        """Every part of a healthy peer's. Raises WireError."""
+    def _journal(self) -> str:
+        with self._link.changed:
+            assert self._link.exchange is not None
+            return self._link.journal.upto(self._link.exchange.totals.steps)
+
+    async def fetch(self) -> tuple[list[bytes], list[tuple[str, int]]]:
+        """Every part of a healthy peer's, and of each whose it is after how many steps. Raises WireError."""
         link = self._link
         assert link.replica is not None
         limit = state_limit_bytes(link.replica.layout)
         found: list[bytes] = []
+        origin: list[tuple[str, int]] = []
         tries = 0
         while True:
             lane = link.lane
             if lane is None or not link.connected or link.goodbye is not None:
                 raise WireError("the syncer is away")
             try:
-                parts, data = await asyncio.wait_for(lane.fetch_state(len(found), limit, link.count_received), FETCH_S)
+                header, data = await asyncio.wait_for(lane.fetch_state(len(found), limit, link.count_received), FETCH_S)
             except asyncio.TimeoutError:
                 raise WireError(f"nothing came within {FETCH_S:.0f} s") from None
             except TryAgain as error:
@@ -99,5 +107,6 @@ class StateCourier:
                 await asyncio.sleep(RETRY_S)
                 continue
             found.append(bytes(data))
-            if len(found) >= parts:
-                return found
+            origin.append((header.session, header.steps))
+            if len(found) >= header.parts:
+                return found, origin

@@ -43,6 +43,7 @@ class Host(Protocol):
     def dispatch(self, event: m.Event) -> None: ...
     def record(self, kind: str, data: dict[str, Any]) -> None: ...
     def send(self, name: str, message: pb.ToLearner) -> None: ...
+    def journal(self, name: str, session: str, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,11 @@ class Bulk:
     def refused(self, name: str, header: pb.Upload | None, reason: str) -> None:
         what = {"fragment": header.fragment, "step": header.step} if header is not None else {}
         self._host.record("refused", {"learner": name[:MAX_NAME], **what, "reason": reason})
+
+    def journal(self, name: str, session: str, text: str) -> None:
+        """Put what a learner says it did on the tape, once, before anything that follows from it."""
+        if text and self._host.is_connected(name, session):
+            self._host.journal(name, session, text)
 
     async def take(self, name: str, session: str, header: pb.Upload, data: memoryview) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""

@@ -86,6 +86,7 @@ class Lane:
             if not self._bulk.is_connected(self.name, self.session):
                 raise WireError("not connected with this session")
             self._bulk.relay.check(self.name, header)
+            self._bulk.journal(self.name, self.session, header.journal_json)
         except WireError as error:
             self._bulk.refused(self.name, None, str(error))
             return
@@ -112,6 +113,7 @@ class Lane:
 
     async def _begin(self, header: pb.Upload) -> None:
         self._header = header
+        self._bulk.journal(self.name, self.session, header.journal_json)
         try:
             self._bulk.check(self.name, self.session, header)
         except WireError as error:

@@ -61,7 +61,7 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     identity = read_identity(folder)
     layout = identity.layout
     flat = {s.name: torch.empty(s.numel, dtype=torch.float32) for s in layout.tensors if s.rule != "fixed"}
-    with _reading(folder) as database:
+    with reading(folder) as database:
         for fragment in layout.fragments:
             values = _read_newest(folder, database, fragment).values
             for piece, part in zip(fragment.pieces, torch.split(values, [p.numel for p in fragment.pieces]), strict=True):
@@ -75,7 +75,7 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
 
 def read_standing(folder: Path) -> Standing:
-    with _reading(folder) as database:
+    with reading(folder) as database:
         row = database.execute("SELECT data FROM standing").fetchone()
     return Standing.from_json(json.loads(row["data"])) if row else Standing()
 
@@ -83,7 +83,7 @@ def read_standing(folder: Path) -> Standing:
 def read_tape(folder: Path, kinds: Sequence[str], see: Callable[[str, dict[str, Any]], None]) -> Standing:
     """Show what is on the tape of these kinds, entry by entry, and give where the run stood at that moment. Safe beside a
     running syncer."""
-    with _reading(folder) as database:
+    with reading(folder) as database:
         database.execute("BEGIN")  # both of one moment
         row = database.execute("SELECT data FROM standing").fetchone()
         wanted = ", ".join("?" * len(kinds))
@@ -94,7 +94,7 @@ def read_tape(folder: Path, kinds: Sequence[str], see: Callable[[str, dict[str, 
 
 def read_span_s(folder: Path) -> float:
     """Seconds from the start of training to the end of the run, by the tape."""
-    with _reading(folder) as database:
+    with reading(folder) as database:
         query = "SELECT max(CASE kind WHEN 'ended' THEN at END) - min(CASE kind WHEN 'began' THEN at END) AS span FROM tape"
         span = database.execute(query).fetchone()["span"]
     return float(span) if span is not None else 0.0
@@ -172,7 +172,7 @@ def connect(folder: Path, mode: str = "rw") -> sqlite3.Connection:
 
 
 @contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
+def reading(folder: Path) -> Iterator[sqlite3.Connection]:
     try:
         with contextlib.closing(connect(folder, mode="ro")) as database:
             yield database

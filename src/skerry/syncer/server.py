@@ -26,6 +26,7 @@ from skerry.core.syncer import SyncerCore
 from skerry.errors import JoinRefused, SkerryError, WireError
 from skerry.syncer.bulk import MAX_COUNT, Bulk
 from skerry.syncer.diary import Diary, Vitals
+from skerry.syncer.journals import newer, read_journal, read_origin
 from skerry.syncer.lane import MAX_NAME, first_message
 from skerry.syncer.merging import Merger
 from skerry.syncer.snapshots import Snapshots
@@ -39,6 +40,7 @@ CONTROL_QUEUE = 4096
 PROGRESS_EVERY_S = 0.25
 METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
+MAX_JOURNALS = 10_000
 MAX_LEAST = 1 << 20
 """Samples a learner may hold at the end of an epoch, whatever its share."""
 LINGER_S = (0.5, 10.0)
@@ -108,6 +110,8 @@ class SyncerServer:
         self._leases: list[m.Lease] = []
         """What waits to be durable before it is told."""
         self._telling_leases = False
+        self._journals: dict[str, int] = {}
+        """Process → its steps up to which its journal was recorded by this process of ours."""
         self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
         self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
         if self.core.phase == "ended":
@@ -253,6 +257,20 @@ class SyncerServer:
     def record(self, kind: str, data: dict[str, Any]) -> None:
         self._tape.record(kind, data)
         self._diary.event(kind, data)
+
+    def journal(self, name: str, session: str, text: str) -> None:
+        """What a process did. It says so again until it knows that it is written, so only what is new is taken."""
+        found = read_journal(text)
+        if found is None:
+            self.record("refused", {"learner": name, "reason": "a journal that cannot be"})
+            return
+        known = self._journals.get(session, -1)
+        if found["upto"] <= known:
+            return
+        if len(self._journals) > MAX_JOURNALS:
+            self._journals.clear()
+        self._journals[session] = found["upto"]
+        self._tape.record("journal", {"learner": name, "session": session, **newer(found, known)})
 
     def is_connected(self, name: str, session: str) -> bool:
         connection = self._connections.get(name)
@@ -403,6 +421,7 @@ class SyncerServer:
             hello.region[:MAX_NAME],
             hello.leased,
             hello.lease_floor,
+            hello.platform[:MAX_NAME],
         )
         with self._no_half_change():
             actions = self.core.handle(joined, self.clock.now())
@@ -455,13 +474,20 @@ class SyncerServer:
                     found = tuple(Pool(pool.name, pool.size, pool.fingerprint) for pool in pools)
                     self.dispatch(m.Declared(name, found))
                 elif kind == "restored":
-                    self.record("optimizer_state", {"learner": name, "source": message.restored.source[:MAX_NAME]})
+                    self._restored(name, connection.session, message.restored)
                 else:
                     self.record("refused", {"learner": name, "reason": f"unexpected {kind or 'empty'} message"})
         finally:
             # Whatever ended the reading, the stream is of no more use.
             if self._connections.get(name) is connection:
                 connection.end()
+
+    def _restored(self, name: str, session: str, message: pb.Restored) -> None:
+        origin = read_origin(message.origin_json)
+        if message.source == "own" and origin and message.journal_json:
+            self.journal(name, origin[0][0], message.journal_json)
+        what = {"learner": name, "session": session, "source": message.source[:MAX_NAME], "origin": origin}
+        self.record("optimizer_state", what)
 
     async def bulk(self, messages: AsyncIterator[pb.BulkToSyncer | None], context: Any) -> None:
         async def write(message: pb.BulkToLearner) -> None:

@@ -19,7 +19,7 @@ from skerry.errors import SkerryError, StoreError
 from skerry.syncer.store import RunStore, TapeEntry, Written
 
 WAITING = 10_000
-KEPT = ("began", "closing", "ended", "leased", "returned", "banked")
+KEPT = ("began", "closing", "ended", "leased", "returned", "banked", "journal")
 """Kept in any case: the length of a run is read from the first three, the ledger needs the others. There are few of them."""
 
 

@@ -91,7 +91,7 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rule: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "name", "session", "tensors", "run_id", "step", "tokens", "held", "region", "leased", "lease_floor")
+    __slots__ = ("protocol", "name", "session", "tensors", "run_id", "step", "tokens", "held", "region", "leased", "lease_floor", "platform")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class Hello(_message.Message):
     REGION_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
     LEASE_FLOOR_FIELD_NUMBER: _ClassVar[int]
+    PLATFORM_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     name: str
     session: str
@@ -114,7 +115,8 @@ class Hello(_message.Message):
     region: str
     leased: int
     lease_floor: int
-    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ..., region: _Optional[str] = ..., leased: _Optional[int] = ..., lease_floor: _Optional[int] = ...) -> None: ...
+    platform: str
+    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ..., region: _Optional[str] = ..., leased: _Optional[int] = ..., lease_floor: _Optional[int] = ..., platform: _Optional[str] = ...) -> None: ...
 
 class Data(_message.Message):
     __slots__ = ("pools",)
@@ -187,10 +189,14 @@ class Leaving(_message.Message):
     def __init__(self) -> None: ...
 
 class Restored(_message.Message):
-    __slots__ = ("source",)
+    __slots__ = ("source", "origin_json", "journal_json")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_JSON_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_JSON_FIELD_NUMBER: _ClassVar[int]
     source: str
-    def __init__(self, source: _Optional[str] = ...) -> None: ...
+    origin_json: str
+    journal_json: str
+    def __init__(self, source: _Optional[str] = ..., origin_json: _Optional[str] = ..., journal_json: _Optional[str] = ...) -> None: ...
 
 class ToLearner(_message.Message):
     __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state", "lease", "no_lease")
@@ -361,7 +367,7 @@ class BulkHello(_message.Message):
     def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class Upload(_message.Message):
-    __slots__ = ("fragment", "step", "base", "steps", "tokens", "upto", "codec", "size_bytes", "checksum", "samples_from", "samples_to", "upto_tokens")
+    __slots__ = ("fragment", "step", "base", "steps", "tokens", "upto", "codec", "size_bytes", "checksum", "samples_from", "samples_to", "upto_tokens", "journal_json")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +380,7 @@ class Upload(_message.Message):
     SAMPLES_FROM_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_TO_FIELD_NUMBER: _ClassVar[int]
     UPTO_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_JSON_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     step: int
     base: int
@@ -386,7 +393,8 @@ class Upload(_message.Message):
     samples_from: int
     samples_to: int
     upto_tokens: int
-    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., upto: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., samples_from: _Optional[int] = ..., samples_to: _Optional[int] = ..., upto_tokens: _Optional[int] = ...) -> None: ...
+    journal_json: str
+    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., upto: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., samples_from: _Optional[int] = ..., samples_to: _Optional[int] = ..., upto_tokens: _Optional[int] = ..., journal_json: _Optional[str] = ...) -> None: ...
 
 class Fetch(_message.Message):
     __slots__ = ("fragment", "version")
@@ -403,7 +411,7 @@ class FetchState(_message.Message):
     def __init__(self, part: _Optional[int] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("ticket", "part", "parts", "size_bytes", "checksum", "reason", "again")
+    __slots__ = ("ticket", "part", "parts", "size_bytes", "checksum", "reason", "again", "session", "steps", "journal_json")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
@@ -411,6 +419,9 @@ class State(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_JSON_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     part: int
     parts: int
@@ -418,7 +429,10 @@ class State(_message.Message):
     checksum: int
     reason: str
     again: bool
-    def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., again: bool = ...) -> None: ...
+    session: str
+    steps: int
+    journal_json: str
+    def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., again: bool = ..., session: _Optional[str] = ..., steps: _Optional[int] = ..., journal_json: _Optional[str] = ...) -> None: ...
 
 class BulkToLearner(_message.Message):
     __slots__ = ("reply", "fetched", "state", "chunk")

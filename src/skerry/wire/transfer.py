@@ -69,7 +69,7 @@ class _Fetch:
     codec: str = ""
     assembly: Assembly | None = None
     limit_bytes: int = 0
-    parts: int = 0
+    state: pb.State | None = None
 
     def fail(self, error: WireError) -> None:
         if not self.done.done():
@@ -140,8 +140,8 @@ class Lane:
                 raise
         return await fetch.done
 
-    async def fetch_state(self, part: int, limit_bytes: int, received: Callable[[int], None]) -> tuple[int, memoryview]:
-        """One part of a peer's optimizer state; gives how many there are as well. One at a time."""
+    async def fetch_state(self, part: int, limit_bytes: int, received: Callable[[int], None]) -> tuple[pb.State, memoryview]:
+        """One part of a peer's optimizer state and what is said about it. One at a time."""
         assert self._state is None, "optimizer state is fetched one part after the other"
         done: asyncio.Future[tuple[str, memoryview]] = asyncio.get_running_loop().create_future()
         fetch = self._state = _Fetch(part, 0, lambda header: None, received, done, limit_bytes=limit_bytes)
@@ -154,7 +154,8 @@ class Lane:
         finally:
             self._state = None
             _forget(done)
-        return fetch.parts, data
+        assert fetch.state is not None
+        return fetch.state, data
 
     async def send_state(self, header: pb.State, data: memoryview, sent: Callable[[int], None]) -> None:
         async with self._uploading:
@@ -249,7 +250,7 @@ class Lane:
         elif header.size_bytes > fetch.limit_bytes:
             fetch.fail(WireError(f"a part of optimizer state has at most {fetch.limit_bytes} bytes"))
         else:
-            fetch.parts, fetch.assembly = header.parts, Assembly(header.size_bytes, header.checksum)
+            fetch.state, fetch.assembly = header, Assembly(header.size_bytes, header.checksum)
             self._arriving = fetch
 
     def _cut_short(self) -> None:

@@ -1,0 +1,392 @@
+"""A recorded run executed again from its tape alone: same samples, same adoptions, same merges, the same weights to the bit.
+
+The tape has every merge with its contributions, and of every process what cannot be known otherwise (learner/journal.py).
+Everything else follows: the initial weights from the settings, gradients from samples and weights, contributions from steps and
+bases. Each version that comes out is compared with the checksum of the one that was merged then.
+
+Processes of the run take their steps here one after the other, each as far as the next merge needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from skerry.config import Config, from_json
+from skerry.core import codec as codecs
+from skerry.core.leases import Range
+from skerry.core.merge import FragmentState, merge
+from skerry.core.tensors import model_tensors
+from skerry.errors import ReplayError
+from skerry.learner.optimizer_state import OptimizerState
+from skerry.learner.replica import Replica
+from skerry.models.gpt import build_gpt
+from skerry.syncer.run_folder import RunIdentity, read_fixed, read_identity, read_tape, reading, state_checksum
+from skerry.syncer.store import gather
+from skerry.train.island import COLD_STEPS
+from skerry.train.job import Job, build_job, build_optimizers, load_weights_file, lr_factor
+
+KINDS = ("joined", "journal", "optimizer_state", "merged", "restored", "good_kept", "restored_from")
+SYNCER_THREADS = 1
+
+
+@dataclass(frozen=True)
+class Merged:
+    """An outer step, as the tape has it."""
+
+    data: dict[str, Any]
+    checksum: int
+
+    @property
+    def fragment(self) -> int:
+        return int(self.data["fragment"])
+
+    @property
+    def version(self) -> int:
+        return int(self.data["version"])
+
+
+@dataclass
+class Process:
+    """What the tape knows of one process of an island."""
+
+    learner: str
+    session: str
+    platform: str = ""
+    source: str = "fresh"
+    origin: list[tuple[str, int]] = field(default_factory=list)
+    covered: int = 0
+    """Steps whose journal is there."""
+    adopted: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """After how many steps → (fragment, version), in order."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    data: dict[int, list[Range]] = field(default_factory=dict)
+    gives: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """After how many steps → (fragment, base) of contributions that were merged."""
+    handed_on: set[int] = field(default_factory=set)
+    """After how many steps its optimizer's state was taken over by another process."""
+
+    def add(self, journal: dict[str, Any]) -> None:
+        if journal["gaps"]:
+            gap = journal["gaps"][0]
+            raise ReplayError(f"{self.learner} was away for so long that its record has a gap from step {gap[0]} to {gap[1]}")
+        if journal["from"] <= self.covered:
+            self.covered = max(self.covered, journal["upto"])
+        for step, fragment, version in journal["adopted"]:
+            if (fragment, version) not in self.adopted[step]:
+                self.adopted[step].append((fragment, version))
+        self.tokens.update({step: tokens for step, tokens in journal["tokens"]})
+        self.data.update({step: [Range(*found) for found in ranges] for step, ranges in journal["data"]})
+
+
+class Recording:
+    """The tape of a run, sorted by who did what."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.identity: RunIdentity = read_identity(folder)
+        if not self.identity.job_json:
+            raise ReplayError(f"{folder} has no training job of its own; only runs of skerry train can be executed again")
+        self.config: Config = from_json(Config, self.identity.job_json)
+        self.processes: dict[str, Process] = {}
+        self.merges: list[Merged] = []
+        self.checksums = _checksums(folder)
+        read_tape(folder, KINDS, self._see)
+        for process in self.processes.values():
+            for session, steps in process.origin:
+                if session in self.processes:
+                    self.processes[session].handed_on.add(steps)
+
+    def _see(self, kind: str, data: dict[str, Any]) -> None:
+        if kind in ("restored", "restored_from"):
+            what = "was put back to an earlier state" if kind == "restored" else "was restored from a snapshot"
+            raise ReplayError(f"the run in {self.folder} {what}, which cannot be executed again yet")
+        if kind == "joined":
+            process = self._of(data["session"], data["learner"])
+            process.platform = data.get("platform", "")
+        elif kind == "journal":
+            self._of(data["session"], data["learner"]).add(data)
+        elif kind == "optimizer_state":
+            process = self._of(data["session"], data["learner"])
+            process.source, process.origin = data["source"], [(session, steps) for session, steps in data["origin"]]
+        elif kind == "merged":
+            self.merges.append(Merged(data, self.checksums[data["fragment"], data["version"]]))
+            for share in data["shares"]:
+                self._of(share["session"], share["name"]).gives[share["upto"]].append((data["fragment"], share["base"]))
+
+    def _of(self, session: str, learner: str) -> Process:
+        return self.processes.setdefault(session, Process(learner, session))
+
+
+class IslandAgain:
+    """A process of an island that takes its steps again."""
+
+    def __init__(self, replay: Replay, process: Process) -> None:
+        self._replay, self._process = replay, process
+        self._config = replay.recording.config
+        self._threads = _threads(process)
+        model = build_gpt(self._config.model, replay.job.corpus.vocab, self._config.train.seed)
+        self._job = dataclasses.replace(
+            replay.job, model=model, forward=model, optimizers=build_optimizers(model, self._config.train)
+        )
+        identity = replay.recording.identity
+        self._replica = Replica(model, identity.layout, identity.sync)
+        self._replica.load_fixed(replay.fixed)
+        self._state = OptimizerState(self._job.optimizers, self._replica)
+        self._codec = codecs.codec(identity.sync.send)
+        self.steps = 0
+        self._held = [-1] * len(identity.layout.fragments)
+        self._since = [0] * len(identity.layout.fragments)
+        self._given: list[list[int]] = [[] for _ in identity.layout.fragments]
+        self._tokens = 0
+        self._last: list[Range] = []
+        self.contributions: dict[tuple[int, int], Tensor] = {}
+        """(fragment, steps) → what was given."""
+        self._handed_on: dict[int, list[bytes]] = {}
+        self._take_over()
+        self._between_steps()
+
+    def _take_over(self) -> None:
+        process = self._process
+        if process.source not in ("own", "peer"):
+            return
+        if not process.origin:
+            raise ReplayError(f"{process.learner} took over an optimizer's state that the tape does not know of")
+        parts = []
+        for number, (session, steps) in enumerate(process.origin):
+            island = self._replay.island(session)
+            parts.append(island.state_after(steps, None if process.source == "own" else number))
+        self._state.restore(parts)
+
+    def state_after(self, steps: int, part: int | None) -> bytes:
+        """Its optimizer's state, or a part of it, as it was after so many steps."""
+        self.advance(steps)
+        if steps not in self._handed_on:
+            raise ReplayError(f"the state of {self._process.learner} after step {steps} is needed too late")
+        whole, *parts = self._handed_on[steps]
+        return whole if part is None else parts[part]
+
+    def advance(self, steps: int) -> None:
+        while self.steps < steps:
+            self._step(self.steps + 1)
+            self._between_steps()
+
+    def _step(self, step: int) -> None:
+        process, config = self._process, self._config
+        if step > process.covered:
+            raise ReplayError(f"the tape does not say what {process.learner} did in step {step}")
+        torch.set_num_threads(self._threads)
+        self._tokens = process.tokens.get(step, self._tokens)
+        progress = min(1.0, self._tokens / config.train.tokens)
+        warm_up = min(1.0, step / COLD_STEPS) if process.source == "cold" else 1.0
+        self._job.set_lr(lr_factor(progress, config.train) * warm_up)
+        if step in process.data:
+            self._last = process.data[step]
+        else:
+            self._last = [Range(self._last[-1].pool, self._last[-1].stop, sum(found.count for found in self._last))]
+        self._job.backward(*self._job.read(self._last))
+        self._job.apply()
+        self.steps = step
+
+    def _between_steps(self) -> None:
+        """What was given before something was adopted was given from its old base."""
+        if self.steps in self._process.handed_on:
+            parts = [self._state.pack(part)[0] for part in range(self._state.parts)] if self.steps else []
+            self._handed_on[self.steps] = [self._state.pack_all(), *parts] if parts else []
+        wanted = list(self._process.gives.get(self.steps, ()))
+        wanted = [give for give in wanted if not self._give(*give)]
+        for fragment, version in self._process.adopted.get(self.steps, ()):
+            self._adopt(fragment, version)
+            wanted = [give for give in wanted if not self._give(*give)]
+        if wanted:
+            raise ReplayError(f"{self._process.learner} gave fragment {wanted[0][0]} from version {wanted[0][1]} after step "
+                              f"{self.steps}, which it did not hold")  # fmt: skip
+
+    def _give(self, fragment: int, base: int) -> bool:
+        if self._held[fragment] != base:
+            return False
+        before, values = self._replica.snapshot(fragment, self.steps)()
+        delta = self._codec.encode(before - values)
+        numel = self._replay.recording.identity.layout.fragments[fragment].numel
+        self.contributions[fragment, self.steps] = self._codec.decode(delta, numel)
+        self._given[fragment].append(self.steps)
+        return True
+
+    def _adopt(self, fragment: int, version: int) -> None:
+        replay = self._replay
+        counted = replay.counted(fragment, version, self._process.session)
+        since = counted if counted in self._given[fragment] else self._since[fragment]
+        values = replay.published(fragment, version)
+        self._replica.adopt(fragment, self._replica.prepare(fragment, values, since), since)
+        carries = replay.recording.identity.sync.adopt == "carry"
+        self._since[fragment] = since if carries and self._held[fragment] >= 0 else self.steps
+        self._given[fragment] = [steps for steps in self._given[fragment] if steps > self._since[fragment]]
+        self._held[fragment] = version
+
+
+class Replay:
+    def __init__(self, folder: Path) -> None:
+        self.recording = Recording(folder)
+        identity = self.recording.identity
+        self._layout = identity.layout
+        self.fixed: dict[str, Tensor] = load(read_fixed(folder, identity))
+        self.job = self._read_all()
+        self.states = self._initial()
+        self._versions: dict[tuple[int, int], Tensor] = {}
+        self._uses = self._count_uses()
+        for index in range(len(self.states)):
+            self._publish(index, 0)
+        self._counted: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+        self._islands: dict[str, IslandAgain] = {}
+        self.done = 0
+        """Outer steps."""
+
+    def _read_all(self) -> Job:
+        """With the data of all regions."""
+        config = self.recording.config
+        config = dataclasses.replace(config, islands=dataclasses.replace(config.islands, device="cpu"))
+        jobs = [build_job(config, region) for region in {"", *(region for region, _ in config.data.pinned_folders())}]
+        windows = {name: found for job in jobs for name, found in job.windows.items()}
+        return dataclasses.replace(jobs[0], windows=windows)
+
+    def _initial(self) -> list[FragmentState]:
+        config = self.recording.config
+        model = build_gpt(config.model, self.job.corpus.vocab, config.train.seed)
+        if config.init:
+            load_weights_file(model, config.init)
+        named = {spec.name: tensor for spec, tensor in model_tensors(model)}
+        states = [FragmentState.fresh(gather(self._layout, fragment, named)) for fragment in self._layout.fragments]
+        for index, state in enumerate(states):
+            if state_checksum(state) != self.recording.checksums[index, 0]:
+                raise ReplayError("the initial weights do not come out as they were: another torch, or another init file")
+        return states
+
+    def _count_uses(self) -> dict[tuple[int, int], int]:
+        """How often each version is adopted: it is kept until then."""
+        uses: dict[tuple[int, int], int] = defaultdict(int)
+        for process in self.recording.processes.values():
+            for entries in process.adopted.values():
+                for fragment, version in entries:
+                    uses[fragment, version] += 1
+        return uses
+
+    def _publish(self, fragment: int, version: int) -> None:
+        if self._uses[fragment, version]:
+            codec = codecs.codec(self.recording.identity.sync.publish)
+            values = self.states[fragment].values
+            self._versions[fragment, version] = codec.decode(codec.encode(values), values.numel())
+
+    def published(self, fragment: int, version: int) -> Tensor:
+        if (fragment, version) not in self._versions:
+            raise ReplayError(f"version {version} of fragment {fragment} was adopted before it was merged")
+        values = self._versions[fragment, version]
+        self._uses[fragment, version] -= 1
+        if not self._uses[fragment, version]:
+            del self._versions[fragment, version]
+        return values
+
+    def counted(self, fragment: int, version: int, session: str) -> int:
+        """How many steps of this process are part of this version."""
+        found = [upto for merged_in, upto in self._counted[fragment, session] if merged_in <= version]
+        return found[-1] if found else 0
+
+    def island(self, session: str) -> IslandAgain:
+        if session not in self._islands:
+            if session not in self.recording.processes:
+                raise ReplayError(f"the tape does not know process {session[:8]}")
+            self._islands[session] = IslandAgain(self, self.recording.processes[session])
+        return self._islands[session]
+
+    def run(self, outer_steps: int | None = None) -> Iterator[Merged]:
+        """Execute outer steps, one after the other, up to this many; raises ReplayError where something comes out otherwise."""
+        for merged in self.recording.merges[self.done : outer_steps]:
+            self._merge(merged)
+            self.done += 1
+            yield merged
+
+    def _merge(self, merged: Merged) -> None:
+        data, fragment = merged.data, merged.fragment
+        deltas = []
+        for share in data["shares"]:
+            island = self.island(share["session"])
+            island.advance(share["upto"])
+            deltas.append(island.contributions.pop((fragment, share["upto"])))
+        torch.set_num_threads(SYNCER_THREADS)
+        self.states[fragment] = merge(
+            self._layout,
+            self._layout.fragments[fragment],
+            self.states[fragment],
+            deltas,
+            [share["weight"] for share in data["shares"]],
+            radial=self.recording.identity.sync.merge == "radial",
+            lr=data["outer_lr"],
+            momentum=data["outer_momentum"],
+            presence=data["presence"],
+        )
+        if state_checksum(self.states[fragment]) != merged.checksum:
+            names = ", ".join(share["name"] for share in data["shares"])
+            what = f"outer step {self.done + 1}, {_where(merged)}, with contributions of {names}"
+            raise ReplayError(f"{what}, does not come out as it was")
+        for share in data["shares"]:
+            self._counted[fragment, share["session"]].append((merged.version, share["upto"]))
+        self._publish(fragment, merged.version)
+
+    def model(self) -> dict[str, Tensor]:
+        """The global model after the outer steps that were done."""
+        flat = {s.name: torch.empty(s.numel, dtype=torch.float32) for s in self._layout.tensors if s.rule != "fixed"}
+        for fragment, state in zip(self._layout.fragments, self.states, strict=True):
+            sizes = [piece.numel for piece in fragment.pieces]
+            for piece, part in zip(fragment.pieces, torch.split(state.values, sizes), strict=True):
+                flat[self._layout.tensors[piece.tensor].name][piece.start : piece.stop] = part
+        return {spec.name: flat[spec.name].reshape(spec.shape) for spec in self._layout.tensors if spec.rule != "fixed"}
+
+
+def first_difference(one: Path, other: Path) -> str | None:
+    """Where two runs first differ, by their tapes, in words; None if one is the beginning of the other."""
+    tapes = [_merged(folder) for folder in (one, other)]
+    for number, (a, b) in enumerate(zip(*tapes, strict=False), 1):
+        what = [key for key in ("fragment", "version", "step") if a.data[key] != b.data[key]]
+        if what:
+            return f"outer step {number}: {_where(a)} in {one}, {_where(b)} in {other}"
+        shares = [{s["name"]: (s["base"], s["steps"], s["tokens"], s["upto"]) for s in m.data["shares"]} for m in (a, b)]
+        if shares[0] != shares[1]:
+            names = sorted(n for n in shares[0].keys() | shares[1].keys() if shares[0].get(n) != shares[1].get(n))
+            return f"outer step {number}, {_where(a)}: other contributions, of {', '.join(names)}"
+        if a.checksum != b.checksum:
+            return f"outer step {number}, {_where(a)}: the same contributions by name and steps, but other values"
+    return None
+
+
+def _merged(folder: Path) -> list[Merged]:
+    checksums, found = _checksums(folder), list[Merged]()
+    read_tape(folder, ["merged"], lambda kind, data: found.append(Merged(data, checksums[data["fragment"], data["version"]])))
+    return found
+
+
+def _where(merged: Merged) -> str:
+    return f"version {merged.version} of fragment {merged.fragment} in round {merged.data['step']}"
+
+
+def _checksums(folder: Path) -> dict[tuple[int, int], int]:
+    with reading(folder) as database:
+        rows = database.execute("SELECT fragment, version, checksum FROM versions").fetchall()
+    return {(row["fragment"], row["version"]): row["checksum"] for row in rows}
+
+
+def _threads(process: Process) -> int:
+    """Of the process, as it said itself. The order of sums depends on it."""
+    found = re.search(r", (\w+)(?::\d+)?, (\d+) threads", process.platform)
+    if found is None or found[1] != "cpu":
+        raise ReplayError(
+            f"{process.learner} trained on {process.platform or 'an unknown device'}; only a CPU does the same again"
+        )
+    return int(found[2])

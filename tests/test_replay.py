@@ -1,0 +1,161 @@
+"""Recorded runs executed again: the same weights to the bit, after kills, a straggler and a syncer restart."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from islands import tape
+from safetensors.torch import load_file
+
+from skerry.core.leases import Range
+from skerry.errors import ReplayError
+from skerry.learner.journal import MOST_ENTRIES, Journal
+from skerry.syncer.journals import newer, read_journal
+from skerry.syncer.run_folder import read_model
+from skerry.train.replay import Replay, first_difference
+
+JOB = """
+[model]
+layers = 1
+width = 32
+heads = 2
+context = 32
+[train]
+tokens = 250_000
+batch = 4
+[sync]
+fragments = 3
+every = 12
+[islands]
+count = 3
+threads = 1
+[eval]
+every_tokens = 1_000_000
+tokens = 2048
+final_tokens = 2048
+sample_tokens = 0
+"""
+CHAOS = (
+    "kill island-0 @ step 60, slow island-1 5x @ step 30 for 3s, kill_syncer syncer @ step 100 for 1s, kill island-2 @ step 160"
+)
+
+
+def skerry(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "skerry", *arguments], capture_output=True, text=True, timeout=170)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay")
+    (folder / "job.toml").write_text(JOB)
+    found = skerry("train", str(folder / "job.toml"), "--run", str(folder / "run"), "--chaos", CHAOS)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return folder / "run"
+
+
+def test_a_run_with_kills_a_straggler_and_a_syncer_restart_comes_out_the_same(recorded: Path) -> None:
+    kinds = {entry["words"].split()[0] for entry in tape(recorded, "fault")}
+    assert kinds >= {"kill", "slow"} and len(tape(recorded, "syncer_started")) >= 2
+    assert len({entry["session"] for entry in tape(recorded, "joined")}) >= 5
+    replay = Replay(recorded)
+    assert sum(1 for _ in replay.run()) == len(tape(recorded, "merged")) > 30
+    expected = read_model(recorded)
+    for name, tensor in replay.model().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_it_can_stop_anywhere_and_be_looked_at(recorded: Path, tmp_path: Path) -> None:
+    found = skerry("replay", str(recorded), "--outer-steps", "10", "--write", str(tmp_path / "early.safetensors"))
+    assert found.returncode == 0 and "10 outer steps came out as they were, bit for bit" in found.stdout, found.stderr
+    early = load_file(tmp_path / "early.safetensors")
+    replay = Replay(recorded)
+    assert [merged.data["version"] for merged in replay.run(10)] and replay.done == 10
+    for name, tensor in replay.model().items():
+        assert torch.equal(tensor, early[name])
+
+
+def change(folder: Path, kind: str, number: int, edit) -> None:
+    database = sqlite3.connect(folder / "tape.sqlite")
+    seq, data = database.execute("SELECT seq, data FROM tape WHERE kind = ? ORDER BY seq", (kind,)).fetchall()[number]
+    entry = json.loads(data)
+    edit(entry)
+    database.execute("UPDATE tape SET data = ? WHERE seq = ?", (json.dumps(entry), seq))
+    database.commit()
+    database.close()
+
+
+def copy(recorded: Path, target: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(recorded, target))
+
+
+def test_what_was_otherwise_is_found_where_it_was(recorded: Path, tmp_path: Path) -> None:
+    assert first_difference(recorded, recorded) is None
+    other = copy(recorded, tmp_path / "other")
+    change(other, "merged", 12, lambda entry: entry["shares"][0].update(weight=entry["shares"][0]["weight"] * 2, tokens=1))
+    found = first_difference(recorded, other)
+    assert found is not None and found.startswith("outer step 13, version") and "other contributions, of island" in found
+    assert "outer step 13" in skerry("replay", str(recorded), "--against", str(other)).stdout
+
+
+def test_a_tape_that_does_not_explain_the_weights_is_refused_at_the_first_difference(recorded: Path, tmp_path: Path) -> None:
+    other = copy(recorded, tmp_path / "other")
+    change(other, "merged", 6, lambda entry: entry.update(outer_lr=entry["outer_lr"] * 1.0001))
+    with pytest.raises(ReplayError, match="outer step 7, version .*, does not come out as it was"):
+        list(Replay(other).run())
+    shorter = copy(recorded, tmp_path / "shorter")
+    change(shorter, "journal", -1, lambda entry: entry.update(upto=entry["from"]))
+    with pytest.raises(ReplayError, match="the tape does not say what island-. did in step"):
+        list(Replay(shorter).run())
+
+
+# ---------------------------------------------------------------- journals
+
+
+def test_a_journal_is_sent_until_it_is_durable() -> None:
+    journal = Journal()
+    journal.adopted(0, 0, 5)
+    for step in range(1, 7):
+        journal.began_step(step, 100 * (step // 2))
+        journal.trained_on(step, [Range("", 4 * step, 4)])
+    journal.adopted(6, 1, 7)
+    whole = json.loads(journal.upto(6))
+    assert whole["adopted"] == [[0, 0, 5], [6, 1, 7]]
+    assert whole["tokens"] == [[1, 0], [2, 100], [4, 200], [6, 300]]
+    assert whole["data"] == [[1, [["", 4, 4]]]], "what follows on needs no words"
+    journal.durable(4)
+    rest = json.loads(journal.upto(6))
+    assert (rest["from"], rest["tokens"], rest["adopted"]) == (4, [[6, 300]], [[6, 1, 7]])
+    journal.trained_on(7, [Range("", 99, 1), Range("", 0, 3)])
+    assert json.loads(journal.upto(7))["data"] == [[7, [["", 99, 1], ["", 0, 3]]]]
+
+
+def test_a_journal_that_nobody_takes_says_where_it_has_a_gap() -> None:
+    journal = Journal()
+    for step in range(1, MOST_ENTRIES + 10):
+        journal.began_step(step, step)
+    found = json.loads(journal.upto(MOST_ENTRIES + 9))
+    assert len(found["tokens"]) < 20 and found["gaps"] == [[0, MOST_ENTRIES + 1]]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"from": 0, "upto": "x"}', '{"from":0,"upto":1,"adopted":[1]}', "x" * 2**21])
+def test_what_is_no_journal_is_not_taken_for_one(text: str) -> None:
+    assert read_journal(text) is None
+
+
+def test_only_what_is_new_of_a_journal_is_written() -> None:
+    journal = Journal()
+    journal.adopted(2, 0, 1)
+    for step in range(1, 5):
+        journal.began_step(step, step)
+    found = read_journal(journal.upto(4))
+    assert found is not None
+    assert newer(found, 2)["tokens"] == [[3, 3], [4, 4]] and newer(found, 2)["adopted"] == [[2, 0, 1]]
+    assert newer(found, 3)["adopted"] == []
