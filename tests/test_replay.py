@@ -62,7 +62,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_kills_a_straggler_and_a_syncer_restart_comes_out_the_same(recorded: Path) -> None:
     kinds = {entry["words"].split()[0] for entry in tape(recorded, "fault")}
     assert kinds >= {"kill", "slow"} and len(tape(recorded, "syncer_started")) >= 2
-    assert len({entry["session"] for entry in tape(recorded, "joined")}) >= 5
+    assert len({entry["session"] for entry in tape(recorded, "joined")}) > 3
     replay = Replay(recorded)
     assert sum(1 for _ in replay.run()) == len(tape(recorded, "merged")) > 30
     expected = read_model(recorded)

@@ -80,6 +80,9 @@ class SyncerLife:
             return
         except asyncio.CancelledError:
             return
+        except Exception as error:
+            world.errors.append(f"the syncer broke: {error!r}")
+            return
         if self.alive and ended:
             world.ended = True
 
@@ -139,6 +142,8 @@ class Island:
             await self._leave(learner)
             if link.failure is not None:
                 world.note(f"{self.name} was put out: {link.failure}")
+        except Exception as error:
+            world.errors.append(f"{self.name} broke: {error!r}")
         finally:
             if link._main is not None:
                 link._main.cancel()
@@ -200,6 +205,8 @@ class World:
         self._count = islands
         self.islands: dict[str, Island] = {}
         self.life: SyncerLife | None = None
+        self._processes: list[SyncerLife | Island] = []
+        """All there were: a loop keeps no hold of its tasks."""
 
     def note(self, text: str) -> None:
         self.notes.append(f"{self.clock.now():9.3f} {text}")
@@ -221,6 +228,7 @@ class World:
 
     def start_syncer(self) -> None:
         self.life = SyncerLife(self, self.root / f"life-{self._lives}")
+        self._processes.append(self.life)
 
     def syncer_died(self, life: SyncerLife, what_stays: Literal["kept"] | Cut, away_s: float = 0.5) -> None:
         """The process is gone, and with a power cut what was not synced may be gone as well. Another one is started."""
@@ -280,6 +288,7 @@ class World:
     def start_island(self, name: str) -> None:
         if not self.ended:
             self.islands[name] = Island(self, name, len(self.net.hosts))
+            self._processes.append(self.islands[name])
 
     def kill_island(self, name: str, away_s: float) -> None:
         island = self.islands.get(name)
