@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -35,12 +36,15 @@ def settings(chance: random.Random) -> SyncConfig:
     )
 
 
-def simulate(seed: int, root: Path) -> World:
-    chance = random.Random(f"settings {seed}")
+def simulate(seed: int, root: Path, storm: bool = False) -> World:
+    """A short run with a few faults; or a longer one with seven of them in every second."""
+    chance = random.Random(f"{'storm' if storm else 'settings'} {seed}")
     sync = settings(chance)
+    if storm:
+        sync = dataclasses.replace(sync, budget_tokens=3000)
     world = World(seed, sync, chance.randint(2, 4), root)
-    for _ in range(chance.randint(4, 12)):
-        world.loop.call_at(chance.uniform(0.3, 7.0), _happen, chance.choice(KINDS), world)
+    for _ in range(chance.randint(100, 200) if storm else chance.randint(4, 12)):
+        world.loop.call_at(chance.uniform(0.3, 20.0 if storm else 7.0), _happen, chance.choice(KINDS), world)
     return world.run()
 
 
@@ -49,12 +53,17 @@ def _happen(kind: Callable[[World, random.Random], None], world: World) -> None:
         kind(world, world.chance)
 
 
+# Only what is done to something that is there counts as a fault.
+
+
 def _someone(world: World) -> str:
     return world.chance.choice(sorted(world.islands) or ["nobody"])
 
 
 def cut(world: World, chance: random.Random) -> None:
     name, method = _someone(world), chance.choice(["control", "bulk", None])
+    if not world.net.of(name, method):
+        return
     island_s, syncer_s = chance.choice(NOTICED_S), chance.choice(NOTICED_S)
     world.fault(f"{name} is cut off ({method or 'all'}); noticed after {island_s} s there, {syncer_s} s at the syncer")
     for call in world.net.of(name, method):
@@ -82,6 +91,8 @@ def damage(world: World, chance: random.Random) -> None:
 
 def kill_island(world: World, chance: random.Random) -> None:
     name, away_s = _someone(world), chance.choice([0.1, 1.0, 6.0])
+    if name not in world.islands or not world.islands[name].alive:
+        return
     world.fault(f"{name} is killed and comes back after {away_s} s")
     world.kill_island(name, away_s)
 
@@ -95,6 +106,8 @@ def leave(world: World, chance: random.Random) -> None:
 
 
 def kill_syncer(world: World, chance: random.Random) -> None:
+    if world.life is None or not world.life.alive or world.life.server is None:
+        return
     what_stays = chance.choice(["kept", "kept", *CUTS])
     at_call, away_s = chance.choice([0, chance.randint(1, 40)]), chance.choice([0.1, 1.0, 7.0])
     world.fault(f"the syncer is killed in {at_call} calls to the disk for {away_s} s; of the disk: {what_stays}")
