@@ -166,7 +166,7 @@ def test_run_goes_on_and_ends_well_when_islands_are_killed_at_any_moment(start_r
 
 
 def test_islands_step_on_and_nothing_merged_is_lost_when_the_syncer_is_killed(start_run) -> None:
-    tokens = 1_500_000
+    tokens = 1_000_000
     run = start_run(tokens)
     os.kill(run.part("syncer").pid, signal.SIGKILL)  # before anyone has joined
     run.until(lambda: run.count("syncer restarted", "syncer"), "the syncer to be started again")
@@ -208,18 +208,20 @@ def test_no_process_outlives_a_killed_launcher(start_run) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize("algorithm", ["dp", "streaming", "diloco"])
+@pytest.mark.parametrize("algorithm", ["dp", "diloco"])
 def test_other_algorithms_train_the_same_job(start_run, algorithm: str) -> None:
-    tokens = 200_000
+    tokens = 150_000
     run = start_run(tokens, 2, "--algorithm", algorithm)
     result = run.finish()
     assert_learned(result, tokens)
     assert result["algorithm"] == algorithm
 
 
-def test_finished_run_exports_weights_that_load_back(start_run, tmp_path: Path) -> None:
-    run = start_run(100_000, 2)
-    run.finish()
+def test_finished_run_in_lock_step_exports_weights_that_load_back(start_run, tmp_path: Path) -> None:
+    run = start_run(150_000, 2, "--algorithm", "streaming")
+    result = run.finish()
+    assert_learned(result, 150_000)
+    assert result["algorithm"] == "streaming"
     exported = tmp_path / "model.safetensors"
     subprocess.run([sys.executable, "-m", "skerry", "export", str(run.folder), str(exported)], check=True)
     config: Config = from_json(Config, (run.folder / "config.json").read_text())

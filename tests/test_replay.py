@@ -27,7 +27,7 @@ width = 32
 heads = 2
 context = 32
 [train]
-tokens = 250_000
+tokens = 200_000
 batch = 4
 [sync]
 fragments = 3

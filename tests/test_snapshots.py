@@ -19,7 +19,7 @@ from skerry.errors import StoreError
 from skerry.observe.ledger import audit_run
 from skerry.syncer.run_folder import read_identity, read_model, read_standing
 from skerry.syncer.snapshots import newest_whole, restore
-from skerry.wire.client import take_snapshot
+from skerry.wire.client import close_run, take_snapshot
 
 JOB = """
 [model]
@@ -203,9 +203,9 @@ def test_a_run_goes_on_from_a_snapshot_in_another_folder_with_other_islands(tmp_
     job.write_text(JOB)
     process = start_skerry("train", str(job), "--run", str(folder))
     try:
-        poll(lambda: tokens_of(folder) > 250_000, "some of the run", 90)
+        poll(lambda: tokens_of(folder) > 120_000, "some of the run", 90)
+        assert "snapshot 000001 of step" in skerry_command("snapshot", str(folder))
         take_snapshot((folder / "address").read_text().strip(), None)
-        assert "snapshot 000002 of step" in skerry_command("snapshot", str(folder))
     finally:
         process.terminate()
         process.wait(30)
@@ -218,16 +218,16 @@ def test_a_run_goes_on_from_a_snapshot_in_another_folder_with_other_islands(tmp_
     assert f"go on with: skerry resume {other}" in made.stdout
     shutil.rmtree(folder)  # nothing of the run that was cut is needed
     before = read_standing(other).tokens
-    assert before > 250_000 and json.loads((other / "config.json").read_text())["islands"]["count"] == 2
+    assert before > 120_000 and json.loads((other / "config.json").read_text())["islands"]["count"] == 2
     process = start_skerry("resume", str(other))
     try:
-        poll(lambda: tokens_of(other) > before + 150_000, "more of the run", 90)
-        skerry_command("close", str(other))
+        poll(lambda: tokens_of(other) > before + 60_000, "more of the run", 90)
+        close_run((other / "address").read_text().strip(), None)
         assert process.wait(60) == 0
     finally:
         process.kill()
     result = json.loads((other / "result.json").read_text())
-    assert 1.0 < result["validation_loss"] < 3.4
+    assert 1.0 < result["validation_loss"] < 3.6
     assert {entry["learner"] for entry in tape(other, "joined")[-2:]} == {"island-0", "island-1"}
     assert [entry["source"] for entry in tape(other, "optimizer_state")][-2:] == ["own", "own"]
     ledger = audit_run(other)
