@@ -67,7 +67,7 @@ def test_training_goes_on_with_restored_state_as_if_nothing_had_happened(make, p
     model = small_model()
     optimizers = make(model)
     train(model, optimizers, batches(0, 5))
-    packed = [state_of(model, optimizers).pack(part) for part in range(state_of(model, optimizers).parts)]
+    packed = [state_of(model, optimizers).pack(part)[0] for part in range(state_of(model, optimizers).parts)]
     assert (len(packed) > 1) == (part_bytes == 1)
     other = copy.deepcopy(model)
     restored = make(other)
@@ -82,7 +82,7 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     model = small_model()
     optimizer = adamw(model)
     train(model, optimizer, batches(0, 3))
-    good = state_of(model, [optimizer]).pack(0)
+    good = state_of(model, [optimizer]).pack(0)[0]
     other = small_model()
     fresh = adamw(other)
     state = state_of(other, [fresh])
@@ -95,7 +95,7 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         state_of(wide, [torch.optim.AdamW(wide.parameters())]).restore([good])
     moments(optimizer)[0][0] = torch.nan
     with pytest.raises(WireError, match="not finite"):
-        state.restore([state_of(model, [optimizer]).pack(0)])
+        state.restore([state_of(model, [optimizer]).pack(0)[0]])
     assert not fresh.state
 
 

@@ -166,8 +166,16 @@ class SyncerCore:
             self.leases.to_json(),
         )
 
+    def retired(self, name: str) -> tuple[str, ...]:
+        """Processes that had this name before the present one."""
+        learner = self.learners.get(name)
+        return tuple(learner.retired) if learner is not None else ()
+
     def let_go_of_all(self, why: str) -> list[Record]:
-        """No process of before will come back. What they trained on stays counted, what they held is given to others."""
+        """No process of before will come back. What they trained on stays counted, what they held is given to others. The run
+        goes on when enough new ones are there."""
+        if self.phase == "running":
+            self.phase = "gathering"
         actions: list[Action] = []
         for name in list(self.leases.holdings):
             self._end_leases(name, why, actions)

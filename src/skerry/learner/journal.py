@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 from skerry.core.leases import Range
 
-MOST_ENTRIES = 8000
-"""Kept at a time: about 200 KB on the wire."""
+MOST_ENTRIES, MOST_BYTES = 8000, 400_000
+"""Kept and sent at a time."""
 
 
 class Journal:
     """Guarded by the link's lock."""
 
     def __init__(self) -> None:
-        self._adopted: list[tuple[int, int, int]] = []
+        self._adopted: list[tuple[int, int, int, bool]] = []
         self._tokens: list[tuple[int, int]] = []
         self._data: list[tuple[int, list[list[object]]]] = []
         self._gaps: list[tuple[int, int]] = []
@@ -29,9 +29,16 @@ class Journal:
         self._run_tokens = -1
         self._last: Range | None = None
         self._count = 0
+        self._restored: dict[str, object] = {}
 
-    def adopted(self, steps: int, fragment: int, version: int) -> None:
-        self._adopted.append((steps, fragment, version))
+    def restored(self, source: str, origin: Sequence[tuple[str, int]], inherited: str) -> None:
+        """The optimizer did not begin fresh: where its state is from, of which process after how many steps, and what that
+        process had not been able to hand over of its own journal."""
+        self._restored = {"source": source, "origin": list(origin), "inherited": json.loads(inherited or "null")}
+
+    def adopted(self, steps: int, fragment: int, version: int, whole: bool = False) -> None:
+        """`whole`: as it is, whatever the rule of adoption."""
+        self._adopted.append((steps, fragment, version, whole))
 
     def began_step(self, step: int, run_tokens: int) -> None:
         """Tokens of the run that the schedule of this step follows; steps are counted from 1."""
@@ -46,6 +53,7 @@ class Journal:
         """Written down only if it does not follow on what the step before took."""
         if not ranges:
             return
+        ranges = joined(ranges)
         last, count = self._last, sum(found.count for found in ranges)
         follows = last is not None and len(ranges) == 1 and (last.pool, last.stop) == (ranges[0].pool, ranges[0].start)
         if not follows or count != self._count:
@@ -71,4 +79,23 @@ class Journal:
             "data": [entry for entry in self._data if entry[0] <= steps],
             "gaps": self._gaps,
         }
-        return json.dumps(found, separators=(",", ":"))
+        if self._from == 0:
+            found.update(self._restored)
+        text = json.dumps(found, separators=(",", ":"))
+        if len(text) <= MOST_BYTES:
+            return text
+        self._gaps.append((self._from, steps))
+        self.durable(steps)
+        return self.upto(steps)
+
+
+def joined(ranges: Sequence[Range]) -> list[Range]:
+    """With those that touch in one."""
+    found: list[Range] = []
+    for following in ranges:
+        last = found[-1] if found else None
+        if last is not None and (last.pool, last.stop) == (following.pool, following.start):
+            found[-1] = Range(last.pool, last.start, last.count + following.count)
+        else:
+            found.append(following)
+    return found

@@ -197,6 +197,7 @@ class Learner:
         self._left = True
         for handle in self._handles:
             handle.remove()
+        self._replica.between_steps = True  # what there is of a step of several optimizers is handed over
         self._open_gate()
         link = self._link
         with link.changed:
@@ -258,6 +259,7 @@ class Learner:
         if not self._in_step:
             self._replica.gate.acquire()
             self._in_step = True
+            self._replica.between_steps = False
             self._replica.before_write()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -282,6 +284,7 @@ class Learner:
             self._replica.gate.acquire()
             self._in_step = True
         self._replica.after_write()
+        self._replica.between_steps = True
         with link.changed:
             samples = link.leases.step_done()
             for fragment in self._exchange.stepped(tokens, samples):
@@ -344,8 +347,8 @@ def adopt_ready(link: Link) -> None:
             continue
         if not adopted:
             replica.before_write()
-        replica.adopt(version.fragment, prepared, exchange.uncounted_since(version).steps)
-        link.journal.adopted(exchange.totals.steps, version.fragment, version.version)
+        whole = replica.adopt(version.fragment, prepared, exchange.uncounted_since(version).steps)
+        link.journal.adopted(exchange.totals.steps, version.fragment, version.version, whole)
         exchange.adopted(version)
         adopted = True
     if adopted:

@@ -7,7 +7,6 @@ downloads wait in `prepared` for the training thread. When the syncer goes away 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import threading
@@ -50,7 +49,6 @@ RETRY_TRANSFER_S = 0.5
 BACK_OFF_S = (0.2, 5.0)
 STUCK_S = 60.0
 """What is on its way may move unseen for a while, in the buffers of a slow link."""
-GATE_S = 0.2
 
 
 class Link:
@@ -476,7 +474,8 @@ class Link:
     async def _answer(self) -> None:
         assert self.replica is not None
         try:
-            if self.replica.quick and self.replica.gate.acquire(blocking=False):
+            replica = self.replica
+            if replica.quick and replica.between_steps and replica.gate.acquire(blocking=False):
                 gives, nothings = self._take_snapshots()
             else:
                 gives, nothings = await self.off_loop(self._wait_for_snapshots)
@@ -492,10 +491,8 @@ class Link:
 
     def _wait_for_snapshots(self) -> tuple[list[tuple[Give, memoryview, int]], list[Question]]:
         assert self.replica is not None
-        while not self.replica.gate.acquire(timeout=GATE_S):
-            # After an exception inside optimizer.step() the gate stays closed until the next step, if there is one.
-            if self._closing:
-                return [], []
+        if not self.replica.acquire_between_steps(lambda: self._closing):
+            return [], []
         return self._take_snapshots()
 
     def _take_snapshots(self) -> tuple[list[tuple[Give, memoryview, int]], list[Question]]:
@@ -589,11 +586,12 @@ class Link:
         assert self.courier is not None
         return asyncio.run_coroutine_threadsafe(self.courier.fetch(), self._loop).result()
 
-    def restored(self, source: str, origin: Sequence[tuple[str, int]] = (), journal: str = "") -> None:
+    def restored(self, source: str, origin: Sequence[tuple[str, int]] = (), inherited: str = "") -> None:
         """Where the optimizer's state came from: of each part whose it was, after how many steps; and what its owner had not
         been able to hand over of its journal."""
-        message = pb.Restored(source=source, origin_json=json.dumps(origin), journal_json=journal)
-        self._call(lambda: self._send(pb.ToSyncer(restored=message)))
+        with self.changed:
+            self.journal.restored(source, origin, inherited)
+        self._call(lambda: self._send(pb.ToSyncer(restored=pb.Restored(source=source))))
 
     # ------------------------------------------------------------ merged fragments
 

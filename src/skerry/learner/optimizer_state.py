@@ -85,10 +85,11 @@ class OptimizerState:
         # On a CPU a copy takes no longer with others than alone, so all are of one moment and a replay can make them again.
         at_once = [places] if self._replica.on_cpu else [[place] for place in places]
         for some in at_once:
-            with self._replica.gate:
+            with self._replica.held_between_steps():
                 taken = [self._take(place) for place in some]
                 steps = self._steps()
-                metadata = {**metadata, "journal": journal()}
+                if some[-1] is places[-1]:
+                    metadata = {**metadata, "journal": journal()}
             for place, state, arrived in taken:
                 tensors.update({f"{place.name}/{key}": copy for key, copy in arrived().items()})
                 numbers.update(_numbers(place, state))

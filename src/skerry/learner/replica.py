@@ -7,8 +7,10 @@ write parameters, and both hold the gate. On a GPU the gate orders work between 
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,8 @@ from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError
 
 QUICK_NUMEL = 1 << 19
+GATE_S = 0.2
+HALF_STEP_S, RETRY_GATE_S = 1.0, 0.001
 
 Arrival = Callable[[], tuple[Tensor, Tensor]]
 """Waits for a snapshot's copy to arrive on the host, then gives (base, values)."""
@@ -54,6 +58,8 @@ class Replica:
         self._start_whole = [True] * len(layout.fragments)
         """The next version is taken as it is, whatever the rule: nothing here is progress since another one."""
         self.gate = threading.Lock()
+        self.between_steps = True
+        """Not in the middle of an inner step of several optimizers, of which some have stepped."""
         devices = {self._tensors[p.tensor].device for f in layout.fragments for p in f.pieces}
         if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
             names = ", ".join(sorted(map(str, devices)))
@@ -85,8 +91,9 @@ class Replica:
         if self._cuda:
             self._written = _recorded(torch.cuda.current_stream(self.device))
 
-    def adopt(self, index: int, prepared: Prepared, since_step: int) -> None:
-        """Put a version into the model, holding the gate. For `carry`, progress up to `since_step` is part of it."""
+    def adopt(self, index: int, prepared: Prepared, since_step: int) -> bool:
+        """Put a version into the model, holding the gate. For `carry`, progress up to `since_step` is part of it. Says
+        whether it was taken whole, whatever the rule."""
         change, event = prepared.change, prepared.event
         whole, self._start_whole[index] = self._start_whole[index], False
         if whole:
@@ -112,6 +119,7 @@ class Replica:
                 self._stream.synchronize()  # snapshots may still be on their way to the host
             self._given[index] = {at: given + moved for at, given in left.items()}
         self._base[index] = prepared.base
+        return whole
 
     def _since(self, index: int, step: int) -> Tensor | None:
         """The values progress is counted from: those given at that step, or the version held."""
@@ -130,6 +138,9 @@ class Replica:
     def start_over(self) -> None:
         """What was learnt since the versions held does not count, and must not stay in the model."""
         self._start_whole = [True] * len(self._start_whole)
+
+    def start_whole(self, index: int) -> None:
+        self._start_whole[index] = True
 
     def _write(self, fragment: Fragment, flat: Tensor, rule: str) -> None:
         for piece, change in zip(fragment.pieces, torch.split(flat, [p.numel for p in fragment.pieces]), strict=True):
@@ -156,6 +167,27 @@ class Replica:
                     tensor.copy_(tensors[spec.name])
 
     # ------------------------------------------------------------ any thread
+
+    def acquire_between_steps(self, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Take the gate between two inner steps. A loop that hardly ever comes to the end of one (its last optimizer does not
+        step) is taken as it is after a while. False if the caller has given up meanwhile."""
+        deadline = time.monotonic() + HALF_STEP_S
+        while not given_up():
+            # After an exception inside optimizer.step() the gate stays closed until the next step, if there is one.
+            if self.gate.acquire(timeout=GATE_S):
+                if self.between_steps or time.monotonic() >= deadline:
+                    return True
+                self.gate.release()
+                time.sleep(RETRY_GATE_S)
+        return False
+
+    @contextlib.contextmanager
+    def held_between_steps(self) -> Iterator[None]:
+        self.acquire_between_steps()
+        try:
+            yield
+        finally:
+            self.gate.release()
 
     def snapshot(self, index: int, at_step: int) -> Arrival:
         """Copy a fragment as it is now, holding the gate. The result gives (base, values) once the copy has arrived."""

@@ -6,22 +6,58 @@ import json
 from typing import Any
 
 MAX_BYTES = 1 << 20
-LISTS = ("adopted", "tokens", "data", "gaps")
+NUMBERS = {"adopted": 4, "tokens": 2, "gaps": 2}
+"""Whole numbers (or truth values) in an entry of each kind."""
 
 
 def read_journal(text: str) -> dict[str, Any] | None:
     """None if it is none."""
     try:
-        found = json.loads(text) if len(text) <= MAX_BYTES else None
-    except ValueError:
+        return _checked(json.loads(text)) if len(text) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not all(isinstance(found.get(key), int) for key in ("from", "upto")):
+
+
+def _checked(found: Any, inherits: bool = True) -> dict[str, Any] | None:
+    if not isinstance(found, dict) or not all(_is_count(found.get(key)) for key in ("from", "upto")):
         return None
-    for key in LISTS:
+    kept = {key: found[key] for key in ("from", "upto")}
+    for key, numbers in NUMBERS.items():
         entries = found.get(key)
-        if not isinstance(entries, list) or not all(isinstance(e, list) and e and isinstance(e[0], int) for e in entries):
+        if not isinstance(entries, list) or not all(_is_row(entry, numbers) for entry in entries):
             return None
-    return {key: found[key] for key in ("from", "upto", *LISTS)}
+        kept[key] = entries
+    data = found.get("data")
+    if not isinstance(data, list) or not all(_is_taken(entry) for entry in data):
+        return None
+    kept["data"] = data
+    if inherits and isinstance(found.get("source"), str):
+        origin = found.get("origin")
+        if not isinstance(origin, list) or not all(_is_origin(entry) for entry in origin):
+            return None
+        kept |= {"source": found["source"][:20], "origin": origin}
+        kept["inherited"] = _checked(found.get("inherited"), inherits=False)
+    return kept
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 1 << 53
+
+
+def _is_row(entry: Any, numbers: int) -> bool:
+    return isinstance(entry, list) and len(entry) == numbers and all(_is_count(value) for value in entry)
+
+
+def _is_taken(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 2 or not _is_count(entry[0]) or not isinstance(entry[1], list):
+        return False
+    return bool(entry[1]) and all(
+        isinstance(r, list) and len(r) == 3 and isinstance(r[0], str) and _is_count(r[1]) and _is_count(r[2]) for r in entry[1]
+    )
+
+
+def _is_origin(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _is_count(entry[1])
 
 
 def newer(journal: dict[str, Any], known: int) -> dict[str, Any]:
@@ -31,12 +67,3 @@ def newer(journal: dict[str, Any], known: int) -> dict[str, Any]:
     for key in ("tokens", "data"):
         found[key] = [entry for entry in journal[key] if entry[0] > known]
     return found
-
-
-def read_origin(text: str) -> list[tuple[str, int]]:
-    """Whose optimizer state it was, part by part; none if that is not said."""
-    try:
-        found = json.loads(text or "[]")
-        return [(str(session), int(steps)) for session, steps in found][:100_000]
-    except (ValueError, TypeError):
-        return []

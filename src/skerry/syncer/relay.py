@@ -44,6 +44,7 @@ class Relay:
         self._tickets = itertools.count(1)
         self._wanted: dict[int, _Wanted] = {}
         self._limit_bytes = state_limit_bytes(layout)
+        self._closed = False
 
     def want(self, name: str, part: int, deliver: Deliver) -> None:
         """For a learner that lost its own."""
@@ -62,24 +63,30 @@ class Relay:
             if not found.done():
                 found.set_result((header, data))
 
-        self._ask(donor, part, deliver, wait_s)
+        learner = self._host.core.learners.get(donor)
+        if learner is None or learner.phase != "training":
+            return pb.State(part=part, reason=f"{donor} is away"), NOTHING
+        self._ask(donor, part, deliver, wait_s, again=False)
         return await found
 
-    def _ask(self, donor: str, part: int, deliver: Deliver, wait_s: float) -> bool:
+    def _ask(self, donor: str, part: int, deliver: Deliver, wait_s: float, again: bool = True) -> bool:
+        if self._closed:
+            deliver(pb.State(part=part, reason="the syncer stops"), NOTHING)
+            return False
         if len(self._wanted) >= AT_ONCE:
             deliver(pb.State(part=part, reason="others are being served", again=True), NOTHING)
             return False
         ticket = next(self._tickets)
-        timer = asyncio.get_running_loop().call_later(wait_s, self._too_late, ticket, wait_s)
+        timer = asyncio.get_running_loop().call_later(wait_s, self._too_late, ticket, wait_s, again)
         self._wanted[ticket] = _Wanted(part, donor, deliver, timer)
         self._host.send(donor, pb.ToLearner(give_state=pb.GiveState(ticket=ticket, part=part)))
         return True
 
-    def _too_late(self, ticket: int, wait_s: float) -> None:
+    def _too_late(self, ticket: int, wait_s: float, again: bool) -> None:
         wanted = self._wanted.pop(ticket, None)
         if wanted is not None:
             late = f"{wanted.donor} did not send its state within {wait_s:.0f} s"
-            answer = pb.State(part=wanted.part, reason=late, again=True)
+            answer = pb.State(part=wanted.part, reason=late, again=again)
             wanted.deliver(answer, NOTHING)
 
     def check(self, name: str, header: pb.State) -> None:
@@ -100,6 +107,7 @@ class Relay:
         self.given(pb.State(ticket=header.ticket, part=header.part, reason=reason, again=True), NOTHING)
 
     def close(self) -> None:
+        self._closed = True
         for wanted in list(self._wanted.values()):
             wanted.timer.cancel()
             wanted.deliver(pb.State(part=wanted.part, reason="the syncer stops"), NOTHING)

@@ -26,7 +26,7 @@ from skerry.core.syncer import SyncerCore
 from skerry.errors import JoinRefused, SkerryError, WireError
 from skerry.syncer.bulk import MAX_COUNT, Bulk
 from skerry.syncer.diary import Diary, Vitals
-from skerry.syncer.journals import newer, read_journal, read_origin
+from skerry.syncer.journals import newer, read_journal
 from skerry.syncer.lane import MAX_NAME, first_message
 from skerry.syncer.merging import Merger
 from skerry.syncer.snapshots import Snapshots
@@ -110,6 +110,7 @@ class SyncerServer:
         self._leases: list[m.Lease] = []
         """What waits to be durable before it is told."""
         self._telling_leases = False
+        self._flushing = False
         self._journals: dict[str, int] = {}
         """Process → its steps up to which its journal was recorded by this process of ours."""
         self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
@@ -264,13 +265,21 @@ class SyncerServer:
         if found is None:
             self.record("refused", {"learner": name, "reason": "a journal that cannot be"})
             return
+        inherited = found.pop("inherited", None)
+        owners = {owner for owner, _ in found.get("origin", ())}
+        if inherited is not None and found["source"] == "own" and len(owners) == 1 and owners <= set(self.core.retired(name)):
+            self._keep_journal(name, owners.pop(), inherited)
+        self._keep_journal(name, session, found)
+
+    def _keep_journal(self, name: str, session: str, found: dict[str, Any]) -> None:
         known = self._journals.get(session, -1)
-        if found["upto"] <= known:
+        fresh = newer(found, known)
+        if found["upto"] < known or (found["upto"] == known and not fresh["adopted"]):
             return
         if len(self._journals) > MAX_JOURNALS:
             self._journals.clear()
         self._journals[session] = found["upto"]
-        self._tape.record("journal", {"learner": name, "session": session, **newer(found, known)})
+        self._tape.record("journal", {"learner": name, "session": session, **fresh})
 
     def is_connected(self, name: str, session: str) -> bool:
         connection = self._connections.get(name)
@@ -339,25 +348,26 @@ class SyncerServer:
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotReply:
         await self._check_run(request.run_id, context)
+        done: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._begin(self._take_snapshot(done))
         try:
-            facts = await asyncio.shield(asyncio.ensure_future(self._take_snapshot()))
+            facts = await asyncio.shield(done)
         except SkerryError as error:
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
         return pb.SnapshotReply(facts_json=json.dumps(facts))
 
-    async def _take_snapshot(self) -> dict[str, Any]:
+    async def _take_snapshot(self, done: asyncio.Future[dict[str, Any]] | None = None) -> None:
         started = self.clock.now()
         try:
             facts = await self._snapshots.take()
         except SkerryError as error:
             self.record("snapshot_failed", {"reason": str(error)})
-            raise
-        self.record("snapshot", {**facts, "seconds": round(self.clock.now() - started, 3)})
-        return facts
-
-    async def _snapshot_now_and_then(self) -> None:
-        with contextlib.suppress(SkerryError):
-            await self._take_snapshot()
+            if done is not None and not done.done():
+                done.set_exception(error)
+        else:
+            self.record("snapshot", {**facts, "seconds": round(self.clock.now() - started, 3)})
+            if done is not None and not done.done():
+                done.set_result(facts)
         self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
 
     async def _check_run(self, run_id: str, context: Any) -> None:
@@ -474,20 +484,13 @@ class SyncerServer:
                     found = tuple(Pool(pool.name, pool.size, pool.fingerprint) for pool in pools)
                     self.dispatch(m.Declared(name, found))
                 elif kind == "restored":
-                    self._restored(name, connection.session, message.restored)
+                    self.record("optimizer_state", {"learner": name, "source": message.restored.source[:MAX_NAME]})
                 else:
                     self.record("refused", {"learner": name, "reason": f"unexpected {kind or 'empty'} message"})
         finally:
             # Whatever ended the reading, the stream is of no more use.
             if self._connections.get(name) is connection:
                 connection.end()
-
-    def _restored(self, name: str, session: str, message: pb.Restored) -> None:
-        origin = read_origin(message.origin_json)
-        if message.source == "own" and origin and message.journal_json:
-            self.journal(name, origin[0][0], message.journal_json)
-        what = {"learner": name, "session": session, "source": message.source[:MAX_NAME], "origin": origin}
-        self.record("optimizer_state", what)
 
     async def bulk(self, messages: AsyncIterator[pb.BulkToSyncer | None], context: Any) -> None:
         async def write(message: pb.BulkToLearner) -> None:
@@ -523,11 +526,18 @@ class SyncerServer:
             if self.clock.now() >= metrics_at:
                 metrics_at = self.clock.now() + METRICS_EVERY_S
                 self._write_summary()
-                await self._tape.flush()
+                if not self._flushing:
+                    # Not waited for: the tape may be busy for long, and learners must hear of us.
+                    self._flushing = True
+                    self._begin(self._flush())
             if self.sync.snapshot_every_s and self.core.phase == "running" and self.clock.now() >= self._snapshot_at:
                 self._snapshot_at = math.inf
-                self._begin(self._snapshot_now_and_then())
+                self._begin(self._take_snapshot())
             await asyncio.sleep(PROGRESS_EVERY_S)
+
+    async def _flush(self) -> None:
+        await self._tape.flush()
+        self._flushing = False
 
     async def hang_up(self) -> None:
         """End every control stream and wait until its handler has seen to it."""
@@ -540,6 +550,7 @@ class SyncerServer:
     async def close(self) -> None:
         """Let merges in flight finish, write the last of the tape, and let go of the run folder."""
         self._closing = True
+        self._snapshots.close()
         if self._wake is not None:
             self._wake.cancel()
         self._bulk.relay.close()

@@ -38,8 +38,10 @@ from skerry.syncer.tape import Tape
 FORMAT = 1
 STATE_S = 60.0
 """How long an island may take to send one part of its optimizer's state."""
-TRIES = 5
-RETRY_S = 0.5
+TRIES, RETRY_S = 10, 0.5
+AT_ONCE = 2
+"""Islands that are asked at a time: others may want a peer's state meanwhile."""
+MOST_PARTS = 100_000
 READ_BYTES = 1 << 20
 
 
@@ -53,6 +55,8 @@ class Snapshots:
         self._relay = relay
         self._folder = store.folder / "snapshots"
         self._taking = asyncio.Lock()
+        self._asking = asyncio.Semaphore(AT_ONCE)
+        self._closed = False
         _remove_partial(self._folder)
 
     async def take(self) -> dict[str, Any]:
@@ -67,15 +71,21 @@ class Snapshots:
             finally:
                 await _in_thread(shutil.rmtree, partial, True)
 
+    def close(self) -> None:
+        """One that is being taken is given up."""
+        self._closed = True
+
     async def _take(self, number: int, partial: Path) -> dict[str, Any]:
         await _in_thread(_make_empty, partial)
+        healthy = [learner for learner in self._core.learners.values() if learner.phase == "training" and not learner.strikes]
+        names = [learner.name for learner in healthy]
+        step, tokens = self._core.step, self._core.tokens
         await self._tape.between_commits(lambda: self._store.cut(partial))
         # The cut is made. From here on islands are asked, in the order in which they hear of everything.
-        step, tokens = self._core.step, self._core.tokens
-        training = [learner.name for learner in self._core.learners.values() if learner.phase == "training"]
-        outcomes = await asyncio.gather(*[self._island(name, partial / "islands", step) for name in training])
-        islands = {name: found for name, found in zip(training, outcomes, strict=True)}
-        facts = {"number": number, "step": step, "tokens": tokens, "islands": islands}
+        found = await asyncio.gather(*[self._island(name, partial / "islands", step) for name in names])
+        if self._closed:
+            raise StoreError("the syncer stops; the snapshot is given up")
+        facts = {"number": number, "step": step, "tokens": tokens, "islands": dict(zip(names, found, strict=True))}
         await _in_thread(_finish, partial, self._folder / f"{number:06d}", facts)
         await _in_thread(self._remove_old)
         return facts
@@ -83,30 +93,45 @@ class Snapshots:
     async def _island(self, name: str, folder: Path, step: int) -> str:
         """An island's inner state, part by part, so that little of it is in memory. Returns "kept", or why it is not."""
         place = folder / f"{quote(name, safe='')}.optimizer"
-        part, parts, tries = 0, 1, 0
-        try:
-            while part < parts:
-                header, data = await self._relay.ask(name, part, STATE_S)
-                if header.reason:
-                    tries += 1
-                    if not header.again or tries > TRIES:
-                        await _in_thread(shutil.rmtree, place, True)
-                        return header.reason
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                place.mkdir(parents=True, exist_ok=True)
-                await _in_thread(write_durably, place / f"{part:05d}.safetensors", bytes(data))
-                part, parts = part + 1, header.parts
-            # The run's step, not the island's: how old it is, is counted in those.
-            await _in_thread(write_durably, place / "step", str(step).encode())
-        except OSError as error:
-            raise StoreError(f"the state of {name} cannot be kept: {error}") from error
-        return "kept"
+        async with self._asking:
+            try:
+                reason = await self._ask(name, place)
+                if not reason:
+                    # The run's step, not the island's: how old it is, is counted in those.
+                    await _in_thread(write_durably, place / "step", str(step).encode())
+                    return "kept"
+            except OSError as error:
+                reason = f"it cannot be written: {error}"
+        await _in_thread(shutil.rmtree, place, True)
+        return reason
+
+    async def _ask(self, name: str, place: Path) -> str:
+        """Why it could not be had, if it could not."""
+        part, parts, tries = 0, 0, 0
+        while part < parts or not parts:
+            header, data = await self._relay.ask(name, part, STATE_S)
+            if header.reason:
+                tries += 1
+                if not header.again or tries > TRIES:
+                    return str(header.reason)
+                await asyncio.sleep(RETRY_S)
+                continue
+            parts = parts or header.parts
+            if header.parts != parts or not 0 < parts <= MOST_PARTS:
+                return f"{header.parts} parts, after {parts}"
+            await _in_thread(_write_part, place / f"{part:05d}.safetensors", bytes(data))
+            part, tries = part + 1, 0
+        return ""
 
     def _remove_old(self) -> None:
         kept = self._store.identity.sync.snapshots_kept
         for old in _found(self._folder)[:-kept]:
             _remove(old)
+
+
+def _write_part(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, data)
 
 
 def _make_empty(folder: Path) -> None:
@@ -142,6 +167,7 @@ def _finish(partial: Path, final: Path, facts: dict[str, Any]) -> None:
     write_durably(partial / "manifest.json", json.dumps(manifest, indent=1).encode())
     os.replace(partial, final)
     sync_path(final.parent)
+    sync_path(final.parent.parent)
 
 
 def _checksum(path: Path) -> int:
@@ -196,23 +222,32 @@ def restore(snapshot: Path, target: Path, islands: int = 0) -> dict[str, Any]:
     manifest = check(snapshot)
     if target.exists() and any(target.iterdir()):
         raise StoreError(f"{target} exists and is not empty")
+    partial = target.with_name(f".{target.name}.partial")
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        _make_empty(partial)
         for name in manifest["files"]:
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            if name != "run.json":
-                shutil.copyfile(snapshot / name, target / name)
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(snapshot / name, partial / name)
+            sync_path(partial / name)
         identity = json.loads((snapshot / "run.json").read_text())
         before, identity["run_id"] = identity["run_id"], uuid.uuid4().hex
         if identity["job"] is not None:
             identity["job"]["run"] = str(target)
-            identity["job"]["islands"]["count"] = islands or identity["job"]["islands"]["count"]
-            (target / "config.json").write_text(json.dumps(identity["job"], indent=2) + "\n")
-        # Last, because it makes the folder a run.
-        write_durably(target / "run.json", json.dumps(identity, indent=1).encode())
+            count = identity["job"]["islands"]["count"] = islands or identity["job"]["islands"]["count"]
+            identity["sync"]["start_with"] = identity["job"]["sync"]["start_with"] = count
+            write_durably(partial / "config.json", json.dumps(identity["job"], indent=2).encode() + b"\n")
+        write_durably(partial / "run.json", json.dumps(identity, indent=1).encode())
+        _let_go(partial, {"run_id": before, "number": manifest["number"], "step": manifest["step"]})
+        for folder in [partial, *(path for path in partial.rglob("*") if path.is_dir())]:
+            sync_path(folder)
+        if target.exists():
+            target.rmdir()
+        os.replace(partial, target)
+        sync_path(target.parent)
     except OSError as error:
         raise StoreError(f"{target} cannot be made from {snapshot}: {error}") from error
-    _let_go(target, {"run_id": before, "number": manifest["number"], "step": manifest["step"]})
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return manifest
 
 
@@ -221,6 +256,8 @@ def _let_go(folder: Path, told: dict[str, Any]) -> None:
     store = RunStore(folder)
     try:
         _, progress, standing = store.load()
+        if standing.phase in ("closing", "ended"):
+            raise StoreError("the run had reached its end when the snapshot was taken, so there is nothing to go on with")
         core = SyncerCore(store.identity.sync, len(progress), progress=progress, standing=standing)
         records = core.let_go_of_all("the run was restored from a snapshot")
         entries = [TapeEntry(time.time(), record.kind, record.data) for record in records]

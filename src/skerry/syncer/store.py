@@ -240,12 +240,15 @@ class RunStore:
     def cut(self, target: Path) -> None:
         """Everything that counts at this moment, as a run folder elsewhere on the same disk. Raises OSError or StoreError."""
         files = ["run.json", "fixed.safetensors"]
-        for fragment in self.identity.layout.fragments:
-            files.append(f"fragments/{newest_row(self._database, fragment.index)['file']}")
-        files += [path.relative_to(self.folder).as_posix() for path in (self.folder / "good").glob("step-*.safetensors")]
-        for name in files:
+        try:
+            files += [f"fragments/{newest_row(self._database, f.index)['file']}" for f in self.identity.layout.fragments]
+        except sqlite3.Error as error:
+            raise StoreError(f"the tape cannot be read: {error}") from error
+        good = [path.relative_to(self.folder).as_posix() for path in (self.folder / "good").glob("step-*.safetensors")]
+        for name in [*files, *good]:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(self.folder / name, target / name)
+            with contextlib.suppress(*([FileNotFoundError] if name in good else [])):  # an old one may just be removed
+                _link_or_copy(self.folder / name, target / name)
         try:
             with contextlib.closing(sqlite3.connect(target / "tape.sqlite")) as copy:
                 self._database.backup(copy)

@@ -35,7 +35,7 @@ from skerry.syncer.store import gather
 from skerry.train.island import COLD_STEPS
 from skerry.train.job import Job, build_job, build_optimizers, load_weights_file, lr_factor
 
-KINDS = ("joined", "journal", "optimizer_state", "merged", "restored", "good_kept", "restored_from")
+KINDS = ("joined", "journal", "merged", "restored", "restored_from")
 SYNCER_THREADS = 1
 
 
@@ -66,8 +66,8 @@ class Process:
     origin: list[tuple[str, int]] = field(default_factory=list)
     covered: int = 0
     """Steps whose journal is there."""
-    adopted: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """After how many steps → (fragment, version), in order."""
+    adopted: dict[int, list[tuple[int, int, bool]]] = field(default_factory=lambda: defaultdict(list))
+    """After how many steps → (fragment, version, whether it was taken whole), in order."""
     tokens: dict[int, int] = field(default_factory=dict)
     data: dict[int, list[Range]] = field(default_factory=dict)
     gives: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -75,15 +75,19 @@ class Process:
     handed_on: set[int] = field(default_factory=set)
     """After how many steps its optimizer's state was taken over by another process."""
 
+    @property
+    def needed(self) -> int:
+        """Steps of which something became of."""
+        return max([*self.gives, *self.handed_on], default=0)
+
     def add(self, journal: dict[str, Any]) -> None:
-        if journal["gaps"]:
-            gap = journal["gaps"][0]
-            raise ReplayError(f"{self.learner} was away for so long that its record has a gap from step {gap[0]} to {gap[1]}")
-        if journal["from"] <= self.covered:
+        self.source = journal.get("source", self.source)
+        self.origin = [(session, steps) for session, steps in journal.get("origin", self.origin)]
+        if journal["from"] <= self.covered and not any(start < journal["upto"] for start, _ in journal["gaps"]):
             self.covered = max(self.covered, journal["upto"])
-        for step, fragment, version in journal["adopted"]:
-            if (fragment, version) not in self.adopted[step]:
-                self.adopted[step].append((fragment, version))
+        for step, fragment, version, whole in journal["adopted"]:
+            if (fragment, version, bool(whole)) not in self.adopted[step]:
+                self.adopted[step].append((fragment, version, bool(whole)))
         self.tokens.update({step: tokens for step, tokens in journal["tokens"]})
         self.data.update({step: [Range(*found) for found in ranges] for step, ranges in journal["data"]})
 
@@ -97,10 +101,18 @@ class Recording:
         if not self.identity.job_json:
             raise ReplayError(f"{folder} has no training job of its own; only runs of skerry train can be executed again")
         self.config: Config = from_json(Config, self.identity.job_json)
+        if self.config.train.compile:
+            raise ReplayError("a run with train.compile cannot be executed again yet: compiled code may sum in another order")
         self.processes: dict[str, Process] = {}
-        self.merges: list[Merged] = []
-        self.checksums = _checksums(folder)
-        read_tape(folder, KINDS, self._see)
+        found: list[dict[str, Any]] = []
+        read_tape(folder, KINDS, lambda kind, data: found.append(data) if kind == "merged" else self._see(kind, data))
+        self.checksums = _checksums(folder)  # after the tape, which a running syncer writes with them
+        self.merges = [Merged(data, self.checksums[data["fragment"], data["version"]]) for data in found]
+        for data in found:
+            if not data["shares"]:
+                raise ReplayError(f"the run in {folder} was put back to an earlier state, which cannot be executed again yet")
+            for share in data["shares"]:
+                self._of(share["session"], share["name"]).gives[share["upto"]].append((data["fragment"], share["base"]))
         for process in self.processes.values():
             for session, steps in process.origin:
                 if session in self.processes:
@@ -115,13 +127,6 @@ class Recording:
             process.platform = data.get("platform", "")
         elif kind == "journal":
             self._of(data["session"], data["learner"]).add(data)
-        elif kind == "optimizer_state":
-            process = self._of(data["session"], data["learner"])
-            process.source, process.origin = data["source"], [(session, steps) for session, steps in data["origin"]]
-        elif kind == "merged":
-            self.merges.append(Merged(data, self.checksums[data["fragment"], data["version"]]))
-            for share in data["shares"]:
-                self._of(share["session"], share["name"]).gives[share["upto"]].append((data["fragment"], share["base"]))
 
     def _of(self, session: str, learner: str) -> Process:
         return self.processes.setdefault(session, Process(learner, session))
@@ -149,11 +154,14 @@ class IslandAgain:
         self._given: list[list[int]] = [[] for _ in identity.layout.fragments]
         self._tokens = 0
         self._last: list[Range] = []
-        self.contributions: dict[tuple[int, int], Tensor] = {}
+        self._contributions: dict[tuple[int, int], Tensor] = {}
         """(fragment, steps) → what was given."""
         self._handed_on: dict[int, list[bytes]] = {}
+        self._to_give: list[tuple[int, int]] = []
+        self._to_adopt: list[tuple[int, int, bool]] = []
+        """What is still to be done between this step and the next."""
         self._take_over()
-        self._between_steps()
+        self._step_is_over()
 
     def _take_over(self) -> None:
         process = self._process
@@ -177,13 +185,26 @@ class IslandAgain:
 
     def advance(self, steps: int) -> None:
         while self.steps < steps:
+            self._settle()
             self._step(self.steps + 1)
-            self._between_steps()
+            self._step_is_over()
+
+    def contribution(self, fragment: int, steps: int) -> Tensor:
+        """What it gave of a fragment after so many steps."""
+        self.advance(steps)
+        if (fragment, steps) not in self._contributions:
+            # It was given after a version of this fragment was adopted, between the same two steps.
+            self._settle(fragment)
+        if (fragment, steps) not in self._contributions:
+            raise ReplayError(
+                f"{self._process.learner} gave fragment {fragment} after step {steps} from a version it did not hold"
+            )
+        return self._contributions.pop((fragment, steps))
 
     def _step(self, step: int) -> None:
         process, config = self._process, self._config
         if step > process.covered:
-            raise ReplayError(f"the tape does not say what {process.learner} did in step {step}")
+            raise ReplayError(f"the tape does not say what {process.learner} did in step {step}: its journal has a gap")
         torch.set_num_threads(self._threads)
         self._tokens = process.tokens.get(step, self._tokens)
         progress = min(1.0, self._tokens / config.train.tokens)
@@ -197,19 +218,22 @@ class IslandAgain:
         self._job.apply()
         self.steps = step
 
-    def _between_steps(self) -> None:
-        """What was given before something was adopted was given from its old base."""
-        if self.steps in self._process.handed_on:
-            parts = [self._state.pack(part)[0] for part in range(self._state.parts)] if self.steps else []
-            self._handed_on[self.steps] = [self._state.pack_all(), *parts] if parts else []
-        wanted = list(self._process.gives.get(self.steps, ()))
-        wanted = [give for give in wanted if not self._give(*give)]
-        for fragment, version in self._process.adopted.get(self.steps, ()):
-            self._adopt(fragment, version)
-            wanted = [give for give in wanted if not self._give(*give)]
-        if wanted:
-            raise ReplayError(f"{self._process.learner} gave fragment {wanted[0][0]} from version {wanted[0][1]} after step "
-                              f"{self.steps}, which it did not hold")  # fmt: skip
+    def _step_is_over(self) -> None:
+        """What was given before something was adopted was given from its old base. Adoptions wait until they are needed: the
+        version may not be merged yet."""
+        process = self._process
+        if self.steps in process.handed_on and (self.steps or process.source in ("own", "peer")):
+            parts = [self._state.pack(part)[0] for part in range(self._state.parts)]
+            self._handed_on[self.steps] = [self._state.pack_all(), *parts]
+        self._to_give = [give for give in process.gives.get(self.steps, ()) if not self._give(*give)]
+        self._to_adopt = list(process.adopted.get(self.steps, ()))
+
+    def _settle(self, only: int | None = None) -> None:
+        """Adopt what was adopted here, of one fragment or of all."""
+        for entry in [entry for entry in self._to_adopt if only in (None, entry[0])]:
+            self._adopt(*entry)
+            self._to_adopt.remove(entry)
+            self._to_give = [give for give in self._to_give if not self._give(*give)]
 
     def _give(self, fragment: int, base: int) -> bool:
         if self._held[fragment] != base:
@@ -217,18 +241,21 @@ class IslandAgain:
         before, values = self._replica.snapshot(fragment, self.steps)()
         delta = self._codec.encode(before - values)
         numel = self._replay.recording.identity.layout.fragments[fragment].numel
-        self.contributions[fragment, self.steps] = self._codec.decode(delta, numel)
+        self._contributions[fragment, self.steps] = self._codec.decode(delta, numel)
         self._given[fragment].append(self.steps)
         return True
 
-    def _adopt(self, fragment: int, version: int) -> None:
+    def _adopt(self, fragment: int, version: int, whole: bool) -> None:
         replay = self._replay
+        if whole:
+            self._replica.start_whole(fragment)
+            self._given[fragment] = []
         counted = replay.counted(fragment, version, self._process.session)
         since = counted if counted in self._given[fragment] else self._since[fragment]
         values = replay.published(fragment, version)
         self._replica.adopt(fragment, self._replica.prepare(fragment, values, since), since)
         carries = replay.recording.identity.sync.adopt == "carry"
-        self._since[fragment] = since if carries and self._held[fragment] >= 0 else self.steps
+        self._since[fragment] = since if carries and not whole else self.steps
         self._given[fragment] = [steps for steps in self._given[fragment] if steps > self._since[fragment]]
         self._held[fragment] = version
 
@@ -274,8 +301,8 @@ class Replay:
         """How often each version is adopted: it is kept until then."""
         uses: dict[tuple[int, int], int] = defaultdict(int)
         for process in self.recording.processes.values():
-            for entries in process.adopted.values():
-                for fragment, version in entries:
+            for steps, entries in process.adopted.items():
+                for fragment, version, _ in entries if steps <= process.needed else ():
                     uses[fragment, version] += 1
         return uses
 
@@ -317,9 +344,7 @@ class Replay:
         data, fragment = merged.data, merged.fragment
         deltas = []
         for share in data["shares"]:
-            island = self.island(share["session"])
-            island.advance(share["upto"])
-            deltas.append(island.contributions.pop((fragment, share["upto"])))
+            deltas.append(self.island(share["session"]).contribution(fragment, share["upto"]))
         torch.set_num_threads(SYNCER_THREADS)
         self.states[fragment] = merge(
             self._layout,

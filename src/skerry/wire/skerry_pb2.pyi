@@ -189,14 +189,10 @@ class Leaving(_message.Message):
     def __init__(self) -> None: ...
 
 class Restored(_message.Message):
-    __slots__ = ("source", "origin_json", "journal_json")
+    __slots__ = ("source",)
     SOURCE_FIELD_NUMBER: _ClassVar[int]
-    ORIGIN_JSON_FIELD_NUMBER: _ClassVar[int]
-    JOURNAL_JSON_FIELD_NUMBER: _ClassVar[int]
     source: str
-    origin_json: str
-    journal_json: str
-    def __init__(self, source: _Optional[str] = ..., origin_json: _Optional[str] = ..., journal_json: _Optional[str] = ...) -> None: ...
+    def __init__(self, source: _Optional[str] = ...) -> None: ...
 
 class ToLearner(_message.Message):
     __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state", "lease", "no_lease")
