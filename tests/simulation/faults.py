@@ -37,13 +37,13 @@ def settings(chance: random.Random) -> SyncConfig:
 
 
 def simulate(seed: int, root: Path, storm: bool = False) -> World:
-    """A short run with a few faults; or a longer one with seven of them in every second."""
+    """A short run with a few faults; or a longer one with a dozen of them in every second."""
     chance = random.Random(f"{'storm' if storm else 'settings'} {seed}")
     sync = settings(chance)
     if storm:
         sync = dataclasses.replace(sync, budget_tokens=3000)
     world = World(seed, sync, chance.randint(2, 4), root)
-    for _ in range(chance.randint(100, 200) if storm else chance.randint(4, 12)):
+    for _ in range(chance.randint(200, 300) if storm else chance.randint(4, 12)):
         world.loop.call_at(chance.uniform(0.3, 20.0 if storm else 7.0), _happen, chance.choice(KINDS), world)
     return world.run()
 
