@@ -199,15 +199,6 @@ def test_interrupted_run_leaves_no_process_and_goes_on_with_the_same_command(sta
     assert all(newest >= before[fragment] for fragment, newest in again.versions().items())
 
 
-def test_no_process_outlives_a_killed_launcher(start_run) -> None:
-    run = start_run(10_000_000, 2)
-    run.until(lambda: run.run_tokens() > 0, "the run to get going")
-    parts = run.process.children(recursive=True)
-    run.process.kill()
-    _, alive = psutil.wait_procs(parts, timeout=60)
-    assert not alive
-
-
 @pytest.mark.parametrize("algorithm", ["dp", "diloco"])
 def test_other_algorithms_train_the_same_job(start_run, algorithm: str) -> None:
     tokens = 150_000

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from islands import assert_same, batches, loss_of, poll, small_model, tape, train, versions
@@ -188,9 +189,9 @@ def skerry_command(*arguments: str) -> str:
     return found.stdout
 
 
-def start_skerry(*arguments: str) -> subprocess.Popen[bytes]:
+def start_skerry(*arguments: str) -> psutil.Popen:
     command = [sys.executable, "-m", "skerry", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def tokens_of(folder: Path) -> int:
@@ -207,8 +208,10 @@ def test_a_run_goes_on_from_a_snapshot_in_another_folder_with_other_islands(tmp_
         assert "snapshot 000001 of step" in skerry_command("snapshot", str(folder))
         take_snapshot((folder / "address").read_text().strip(), None)
     finally:
-        process.terminate()
-        process.wait(30)
+        parts = process.children(recursive=True)
+        process.kill()
+    _, alive = psutil.wait_procs([process, *parts], timeout=60)
+    assert not alive, "no process outlives a killed launcher"
     (folder / "snapshots" / "000002" / "tape.sqlite").write_bytes(b"not a tape")
     made = subprocess.run(
         [sys.executable, "-m", "skerry", "restore", str(folder), str(other), "--islands", "2"],
@@ -225,7 +228,8 @@ def test_a_run_goes_on_from_a_snapshot_in_another_folder_with_other_islands(tmp_
         close_run((other / "address").read_text().strip(), None)
         assert process.wait(60) == 0
     finally:
-        process.kill()
+        if process.is_running():
+            process.kill()
     result = json.loads((other / "result.json").read_text())
     assert 1.0 < result["validation_loss"] < 3.6
     assert {entry["learner"] for entry in tape(other, "joined")[-2:]} == {"island-0", "island-1"}
