@@ -64,7 +64,8 @@ class LeasedSampler:
         self._ranges = LeasedRanges(link, pools, batch, batches_per_step)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self._link.leases.skip_all()  # what a loader before this one had read ahead
+        with self._link.changed:
+            self._link.leases.skip_all()  # what a loader before this one had read ahead
         for ranges in self._ranges:
             yield [item for found in ranges for item in self._items(found)]
 
