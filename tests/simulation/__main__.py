@@ -37,7 +37,8 @@ def outcomes(work: list[tuple[int, bool]], workers: int) -> Iterator[tuple[int, 
     if workers == 1:
         yield from map(outcome, work)
         return
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
+    # A seed leaves some memory behind, so a process does not live for ever.
+    with multiprocessing.get_context("fork").Pool(workers, maxtasksperchild=25) as pool:
         yield from pool.imap(outcome, work, chunksize=4)
 
 
