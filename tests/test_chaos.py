@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from jobs import tiny_job
 
 from skerry.chaos.desk import ask
 from skerry.chaos.inflicted import Inflicted
@@ -24,27 +25,6 @@ from skerry.metrics import MetricsTail
 from skerry.observe.ledger import audit_run
 from skerry.wire.client import close_run
 
-JOB = """
-[model]
-layers = 1
-width = 32
-heads = 2
-context = 32
-[train]
-tokens = {tokens}
-batch = 4
-[sync]
-fragments = 4
-every = 6
-silence_s = 3.0
-[islands]
-count = 3
-[eval]
-every_tokens = 1_000_000_000_000
-tokens = 2048
-final_tokens = 2048
-sample_tokens = 0
-"""
 ISLANDS = ("island-0", "island-1", "island-2")
 
 
@@ -53,7 +33,7 @@ class Run:
 
     def __init__(self, folder: Path, tokens: int, *arguments: str) -> None:
         self.folder = folder / "run"
-        (folder / "job.toml").write_text(JOB.format(tokens=tokens))
+        (folder / "job.toml").write_text(tiny_job(tokens, sync={"silence_s": 3.0}))
         command = [sys.executable, "-m", "skerry", "train", str(folder / "job.toml"), "--run", str(self.folder), *arguments]
         self.output = folder / "output.txt"
         with self.output.open("wb") as output:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from jobs import tiny_job
 from safetensors.torch import load_file
 
 from skerry.config import Config, from_json
@@ -22,27 +23,7 @@ from skerry.models.gpt import build_gpt
 from skerry.observe.ledger import audit_run
 from skerry.train.job import load_weights
 
-JOB = """
-begin_share = 0.2
-[model]
-layers = 1
-width = 32
-heads = 2
-context = 32
-[train]
-tokens = {tokens}
-batch = 4
-[sync]
-fragments = 4
-every = 6
-[islands]
-count = {islands}
-[eval]
-every_tokens = 100_000
-tokens = 2048
-final_tokens = 4096
-sample_tokens = 20
-"""
+EVAL = {"every_tokens": 100_000, "final_tokens": 4096, "sample_tokens": 20}
 
 
 class Run:
@@ -51,7 +32,7 @@ class Run:
     def __init__(self, folder: Path, tokens: int, islands: int = 3, *arguments: str) -> None:
         self.folder = folder / "run"
         config = folder / "job.toml"
-        config.write_text(JOB.format(tokens=tokens, islands=islands))
+        config.write_text(tiny_job(tokens, begin_share=0.2, islands={"count": islands}, eval=EVAL))
         self._output = (folder / "output.txt").open("ab")
         command = [sys.executable, "-m", "skerry", "train", str(config), "--run", str(self.folder), *arguments]
         self.process = psutil.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)

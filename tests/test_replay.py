@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from islands import tape
+from jobs import tiny_job
 from safetensors.torch import load_file
 
 from skerry.core.leases import Range
@@ -18,29 +19,9 @@ from skerry.errors import ReplayError
 from skerry.learner.journal import MOST_ENTRIES, Journal
 from skerry.syncer.journals import newer, read_journal
 from skerry.syncer.run_folder import read_model
-from skerry.train.replay import Replay, first_difference
+from skerry.train.recording import first_difference
+from skerry.train.replay import Replay
 
-JOB = """
-[model]
-layers = 1
-width = 32
-heads = 2
-context = 32
-[train]
-tokens = 200_000
-batch = 4
-[sync]
-fragments = 3
-every = 12
-[islands]
-count = 3
-threads = 1
-[eval]
-every_tokens = 1_000_000
-tokens = 2048
-final_tokens = 2048
-sample_tokens = 0
-"""
 CHAOS = (
     "kill island-0 @ step 60, slow island-1 5x @ step 30 for 3s, kill_syncer syncer @ step 100 for 1s, kill island-2 @ step 160"
 )
@@ -53,7 +34,7 @@ def skerry(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay")
-    (folder / "job.toml").write_text(JOB)
+    (folder / "job.toml").write_text(tiny_job(200_000, sync={"fragments": 3, "every": 12}, islands={"threads": 1}))
     found = skerry("train", str(folder / "job.toml"), "--run", str(folder / "run"), "--chaos", CHAOS)
     assert found.returncode == 0, found.stdout + found.stderr
     return folder / "run"

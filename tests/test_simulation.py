@@ -16,6 +16,7 @@ from simulation.world import World
 from skerry.core import merge as mergers
 from skerry.core import syncer as cores
 from skerry.core.exchange import Exchange, Mark, Version
+from skerry.core.lease_desk import LeaseDesk
 from skerry.core.leases import Leases
 from skerry.syncer import run_folder
 from skerry.syncer.server import SyncerServer
@@ -133,13 +134,13 @@ def what_is_merged_is_forgotten_in_a_restart(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_expired_lease_is_used_on(patch: pytest.MonkeyPatch) -> None:
-    settle = cores.SyncerCore._settle_leases
+    settle = LeaseDesk.settle
 
-    def trusting(core: cores.SyncerCore, event: Any, resumed: bool, actions: list[Any]) -> bool:
-        settle(core, event, resumed, actions)
+    def trusting(desk: LeaseDesk, event: Any, resumed: bool, actions: list[Any]) -> bool:
+        settle(desk, event, resumed, actions)
         return True
 
-    patch.setattr(cores.SyncerCore, "_settle_leases", trusting)
+    patch.setattr(LeaseDesk, "settle", trusting)
     patch.setattr(Leases, "why_refused", lambda leases, name, session, samples: None)
 
 

@@ -387,7 +387,8 @@ def _ledger(options: argparse.Namespace) -> None:
 def _replay(options: argparse.Namespace) -> None:
     import time
 
-    from skerry.train.replay import Replay, first_difference
+    from skerry.train.recording import first_difference
+    from skerry.train.replay import Replay
     from skerry.train.validate import save_model
 
     if options.against is not None:

@@ -31,7 +31,7 @@ from collections import deque
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
 from skerry.core.guard import SizeHistory, why_unhealthy
-from skerry.core.leases import Leases
+from skerry.core.lease_desk import LeaseDesk
 from skerry.core.messages import (
     LEFT,
     OVER,
@@ -49,10 +49,8 @@ from skerry.core.messages import (
     Goodbye,
     GoodKept,
     Joined,
-    Lease,
     Leaving,
     Merge,
-    NoLease,
     NothingToGive,
     Ready,
     Record,
@@ -120,13 +118,8 @@ class SyncerCore:
         for index in standing.restoring:
             self.fragments[index].restoring = RESTORE_TRIES
         self.rollback = Rollback(sync, standing)
-        self.leases = Leases(dict(pin.rsplit("=", 1) for pin in sync.pins))
-        self.leases.restore(standing.leases)
-        for fragment in self.fragments:
-            # What is merged is on disk with the merge itself, the standing may be a moment older.
-            for name, counted in fragment.counted.items():
-                self.leases.merged(name, self.learners[name].session, counted.samples)
-        self._started_at = now
+        self._desk = LeaseDesk(sync, standing, self.fragments, self.learners, now)
+        self.leases = self._desk.leases
         self._last_rounds_due = set(range(fragments))
         # In lock-step they are waited for anyway.
         self._returning = set() if sync.wait else {name for name, known in self.learners.items() if known.phase == "away"}
@@ -178,7 +171,7 @@ class SyncerCore:
             self.phase = "gathering"
         actions: list[Action] = []
         for name in list(self.leases.holdings):
-            self._end_leases(name, why, actions)
+            self._desk.end(name, why, actions)
         for learner in list(self.learners.values()):
             self._bank(learner, actions)
         self.learners.clear()
@@ -241,7 +234,7 @@ class SyncerCore:
         elif isinstance(event, Reported):
             self._reported(event, now, actions)
         elif isinstance(event, Declared):
-            self._declared(event, actions)
+            self._desk.declare(event, actions)
         elif isinstance(event, Contributed):
             self._contributed(event, now, actions)
         elif isinstance(event, NothingToGive):
@@ -288,7 +281,7 @@ class SyncerCore:
         versions = tuple(fragment.version for fragment in self.fragments)
         # Progress made since versions of this run is welcome, whether or not this syncer process remembers the learner.
         resumed = len(event.held) == len(versions) and all(0 <= h <= v for h, v in zip(event.held, versions, strict=True))
-        resumed = self._settle_leases(event, resumed, actions) and resumed
+        resumed = self._desk.settle(event, resumed, actions) and resumed
         if known is not None and known.session == event.session:
             learner = known
         else:
@@ -364,60 +357,6 @@ class SyncerCore:
         if learner is not None:
             learner.ready = True
 
-    def _settle_leases(self, event: Joined, resumed: bool, actions: list[Action]) -> bool:
-        """Whether this process still holds what it was given. If not, or if it starts over, nothing is its own any more."""
-        holding = self.leases.holdings.get(event.name)
-        if holding is not None and holding.session != event.session:
-            self._take_back(event.name, "another process has taken its place", actions)
-            self.leases.forget(event.name)
-        self.leases.connected(event.name)
-        found = self.leases.of(event.name, event.session)
-        # One that was told that it has lost something may not have heard it.
-        holds = event.lease_floor >= found.floor
-        if not (resumed and holds):
-            self._take_back(event.name, "it starts over", actions)
-        return holds
-
-    def _take_back(self, name: str, why: str, actions: list[Action]) -> None:
-        holding = self.leases.holdings.get(name)
-        if holding is None:
-            return
-        # What has arrived and is not merged yet will be, or is dropped with its contribution.
-        rounds = [f.round for f in self.fragments if f.round and name in f.round.arrived]
-        arrived = [r.arrived[name] for r in rounds]
-        kept = max((a.samples[1] for a in arrived if a.session in ("", holding.session)), default=0)
-        session, position, ranges = self.leases.take_back(name, kept)
-        if ranges:
-            given_back = [[held.pool, held.start, held.count] for held in ranges]
-            told = {"learner": name, "session": session, "position": position, "ranges": given_back, "why": why}
-            actions.append(Record("returned", told))
-
-    def _end_leases(self, name: str, why: str, actions: list[Action]) -> None:
-        if name in self.leases.holdings:
-            self._take_back(name, why, actions)
-            self.leases.forget(name)
-
-    def _declared(self, event: Declared, actions: list[Action]) -> None:
-        learner = self.learners.get(event.name)
-        if learner is None:
-            return
-        reason = self.leases.declare(event.name, learner.session, learner.region, event.pools)
-        if reason is not None:
-            pools = [pool.name for pool in event.pools]
-            actions.append(Record("refused", {"learner": event.name, "pools": pools, "reason": reason}))
-            actions.append(NoLease(event.name, reason))
-
-    def _give_leases(self, event: Reported, learner: LearnerState, actions: list[Action]) -> None:
-        if event.need is None or learner.phase not in ("waiting", "training") or self.phase in ("closing", "ended"):
-            return
-        live = sum(other.name in self.leases.holdings for other in self._live())
-        told, fresh = self.leases.give(event.name, event.need, live)
-        for position, found in fresh:
-            what = {"pool": found.pool, "start": found.start, "count": found.count}
-            actions.append(Record("leased", {"learner": event.name, "session": learner.session, "position": position, **what}))
-        for position, found in told:
-            actions.append(Lease(event.name, learner.session, position, found.pool, found.start, found.count))
-
     def _reported(self, event: Reported, now: float, actions: list[Action]) -> None:
         learner = self.learners.get(event.name)
         if learner is None or learner.phase == "gone":
@@ -428,7 +367,8 @@ class SyncerCore:
         if event.step_time_s > 0:
             learner.step_time.add(event.step_time_s)
         self.rollback.health.report(event.name, event.loss)
-        self._give_leases(event, learner, actions)
+        if self.phase not in ("closing", "ended"):
+            self._desk.give(event, actions)
 
     def _contributed(self, event: Contributed, now: float, actions: list[Action]) -> None:
         reason = self.why_refused(event)
@@ -489,7 +429,7 @@ class SyncerCore:
         learner = self.learners.get(event.name)
         if learner is None or self.phase == "ended" or learner.phase in ("waiting", "away", "gone"):
             if learner is not None and learner.phase == "waiting":
-                self._take_back(event.name, "it has left", actions)
+                self._desk.take_back(event.name, "it has left", actions)
                 learner.phase = "gone"
             actions.append(Goodbye(event.name, LEFT))
         elif learner.phase == "training" and self.phase != "closing":
@@ -583,17 +523,8 @@ class SyncerCore:
                 learner.phase, learner.gone_at = "gone", now
                 self.leases.disconnected(learner.name)
                 self._drop_unanswered(learner.name)
-        self._expire_leases(now, actions)
+        self._desk.expire(now, actions)
         self._forget_the_long_gone(actions)
-
-    def _expire_leases(self, now: float, actions: list[Action]) -> None:
-        for name, holding in self.leases.holdings.items():
-            learner = self.learners.get(name)
-            if not holding.ranges or (learner is not None and learner.phase != "gone"):
-                continue
-            # From when we found it gone: a syncer that stood still itself has not heard of anybody.
-            if now >= (learner.gone_at if learner is not None else self._started_at) + self.sync.lease_s:
-                self._take_back(name, f"it was not heard of for {self.sync.lease_s:.0f} s", actions)
 
     def _forget_the_long_gone(self, actions: list[Action]) -> None:
         """Names of learners that come and go for ever must not pile up; their tokens stay counted."""
@@ -603,7 +534,7 @@ class SyncerCore:
         in_rounds = {name for f in self.fragments if f.round for name in f.round.arrived}
         for learner in sorted(gone, key=lambda learner: learner.heard_at)[: len(gone) - REMEMBERED]:
             if learner.name not in in_rounds:
-                self._end_leases(learner.name, "it is forgotten", actions)
+                self._desk.end(learner.name, "it is forgotten", actions)
                 del self.learners[learner.name]
                 self._bank(learner, actions)
                 for fragment in self.fragments:
@@ -808,7 +739,7 @@ class SyncerCore:
             in_a_round = any(f.round and learner.name in f.round.asked | set(f.round.arrived) for f in self.fragments)
             if learner.phase == "leaving" and not learner.owes and not in_a_round:
                 learner.phase = "gone"
-                self._take_back(learner.name, "it has left", actions)
+                self._desk.take_back(learner.name, "it has left", actions)
                 actions.append(Record("left", {"learner": learner.name}))
                 actions.append(Goodbye(learner.name, LEFT))
 

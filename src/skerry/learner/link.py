@@ -15,13 +15,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import load
 from torch import nn
 
 from skerry.clock import Clock, SystemClock
 from skerry.config import SyncConfig, from_json
-from skerry.core import codec as codecs
-from skerry.core.exchange import Exchange, Give, GiveNothing, Question, Version
+from skerry.core.exchange import Exchange, Question, Version
 from skerry.core.fragment import split
 from skerry.core.leases import Pool, Range
 from skerry.core.reading import LeaseBook
@@ -31,6 +29,7 @@ from skerry.learner.journal import Journal
 from skerry.learner.pace import Pace
 from skerry.learner.replica import Arrival, Prepared, Replica
 from skerry.learner.state_courier import StateCourier
+from skerry.learner.transfers import Transfers
 from skerry.learner.workers import DaemonWorkers
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire import transfer
@@ -45,7 +44,6 @@ REPORT_EVERY_S = 0.2
 LOW_REPORT_S = 0.05
 """The same when leases are about to run out."""
 REPORT_PAUSE_S = 0.01
-RETRY_TRANSFER_S = 0.5
 BACK_OFF_S = (0.2, 5.0)
 STUCK_S = 60.0
 """What is on its way may move unseen for a while, in the buffers of a slow link."""
@@ -100,7 +98,7 @@ class Link:
         self._lost_at_step: int | None = None
         self._told_at = 0
         self._pump_pending = False
-        self._answering = False
+        self._transfers = Transfers(self)
         self._reported_at = -1.0
         self._to_report = False
         self._stream: transfer.ControlStream | None = None
@@ -122,7 +120,7 @@ class Link:
         """There may be something to send: a step was done or a fragment adopted."""
         if not self._pump_pending:
             self._pump_pending = True
-            self._call(self._pump)
+            self._call(self.pump)
 
     def step_done(self) -> None:
         """After each step. Waking the other thread takes the interpreter from this one, so only when there is a reason."""
@@ -146,6 +144,10 @@ class Link:
             self.pools, self.no_lease = pools, None
             self.leases.set_batch(batch, batches_per_step)
         self._call(self._declare)
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
 
     def now(self) -> float:
         return self._clock.now()
@@ -301,7 +303,7 @@ class Link:
             if self._clock.now() - self._reported_at >= HEARTBEAT_S / 2:
                 self._report()
             if self.courier is not None and self.courier.time_to_keep(self._clock.now()):
-                self._spawn(self.off_loop(self.courier.keep_now))
+                self.spawn(self.off_loop(self.courier.keep_now))
 
     # ------------------------------------------------------------ messages
 
@@ -332,7 +334,7 @@ class Link:
                 exchange.welcomed(tuple(welcome.versions), tuple(welcome.merged_steps), tuple(welcome.counted), welcome.step)
                 self.journal.durable(max(welcome.counted, default=0))
                 if not self.fixed_loaded:
-                    self._spawn(self._fetch_fixed(len(welcome.versions)))
+                    self.spawn(self._transfers.fetch_fixed(len(welcome.versions)))
                 self._declare()
                 if self.leaving:
                     self._say_leaving()
@@ -358,7 +360,7 @@ class Link:
             elif kind == "no_lease":
                 self.no_lease = message.no_lease.reason
             elif kind == "give_state":
-                self._spawn(self._give_state(message.give_state.ticket, message.give_state.part))
+                self.spawn(self._give_state(message.give_state.ticket, message.give_state.part))
             elif kind == "caution":
                 self.quarantined = message.caution.quarantined
                 state = "not merged any more" if self.quarantined else "merged again"
@@ -371,28 +373,28 @@ class Link:
                     self._fail(JoinRefused(message.goodbye.reason))
             self.changed.notify_all()
         if kind in ("welcome", "ask", "announce", "stop", "begin"):
-            self._pump()
+            self.pump()
 
     def _told(self, run_tokens: int) -> None:
         assert self.exchange is not None
         self.run_tokens = max(self.run_tokens, run_tokens)
         self._told_at = self.exchange.totals.tokens
 
-    def _send(self, message: pb.ToSyncer) -> None:
+    def send(self, message: pb.ToSyncer) -> None:
         if self._stream is not None:
             self._stream.send(message)
 
     def _declare(self) -> None:
         if self.connected and self.pools and not self.leaving:
             pools = [pb.Pool(name=pool.name, size=pool.size, fingerprint=pool.fingerprint) for pool in self.pools]
-            self._send(pb.ToSyncer(data=pb.Data(pools=pools)))
+            self.send(pb.ToSyncer(data=pb.Data(pools=pools)))
             self._report()
 
     def _say_leaving(self) -> None:
         if self.connected:
-            self._send(pb.ToSyncer(leaving=pb.Leaving()))
+            self.send(pb.ToSyncer(leaving=pb.Leaving()))
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
         """Do whatever can be done now."""
         self._pump_pending = False
         exchange = self.exchange
@@ -404,12 +406,11 @@ class Link:
             ready = bool(exchange.versions) and self.fixed_loaded and not self._ready_sent
         if ready:
             self._ready_sent = True
-            self._send(pb.ToSyncer(ready=pb.Ready()))
+            self.send(pb.ToSyncer(ready=pb.Ready()))
         for version in fetches:
-            self._spawn(self._fetch(version))
-        if answerable and not self._answering:
-            self._answering = True
-            self._spawn(self._answer())
+            self.spawn(self._transfers.fetch(version))
+        if answerable:
+            self._transfers.answer()
         wait = self._reported_at + REPORT_PAUSE_S - self._clock.now()
         if not self._to_report:
             return
@@ -417,7 +418,7 @@ class Link:
             self._report()
         elif not self._pump_pending:
             self._pump_pending = True
-            self._loop.call_later(wait, self._guarded, self._pump)
+            self._loop.call_later(wait, self._guarded, self.pump)
 
     def _report(self) -> None:
         exchange = self.exchange
@@ -442,13 +443,13 @@ class Link:
                 report.need.CopyFrom(pb.DataNeed(given=need.given, settled=exchange.settled_samples, **wanted))
             self.pace.longest_s = 0.0
         self._reported_at = self._clock.now()
-        self._send(pb.ToSyncer(report=report))
+        self.send(pb.ToSyncer(report=report))
 
     @property
     def run_id(self) -> str:
         return self._run_id
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -469,110 +470,21 @@ class Link:
     async def off_loop(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await self._loop.run_in_executor(self._pool, work, *arguments)
 
-    # ------------------------------------------------------------ contributions
-
-    async def _answer(self) -> None:
-        assert self.replica is not None
-        try:
-            replica = self.replica
-            if replica.quick and replica.between_steps and replica.gate.acquire(blocking=False):
-                gives, nothings = self._take_snapshots()
-            else:
-                gives, nothings = await self.off_loop(self._wait_for_snapshots)
-        finally:
-            self._answering = False
-        for question in nothings:
-            nothing = pb.NothingToGive(fragment=question.fragment, step=question.step)
-            self._send(pb.ToSyncer(nothing=nothing))
-        for give, data, crc in gives[1:]:
-            self._spawn(self._upload(give, data, crc))
-        if gives:
-            await self._upload(*gives[0])
-
-    def _wait_for_snapshots(self) -> tuple[list[tuple[Give, memoryview, int]], list[Question]]:
-        assert self.replica is not None
-        if not self.replica.acquire_between_steps(lambda: self._closing):
-            return [], []
-        return self._take_snapshots()
-
-    def _take_snapshots(self) -> tuple[list[tuple[Give, memoryview, int]], list[Question]]:
-        """With the gate held, which is let go: copies of one moment between two optimizer steps, for every question that can
-        be answered; then encoded."""
-        assert self.exchange is not None and self.replica is not None
-        taken: list[tuple[Give, Arrival]] = []
-        nothings: list[Question] = []
-        try:
-            with self.changed:
-                for answer in self.exchange.answers():
-                    if isinstance(answer, GiveNothing):
-                        nothings.append(answer.question)
-                        continue
-                    fragment = answer.question.fragment
-                    arrived = self.staged.get(fragment) if answer.staged else None
-                    taken.append((answer, arrived or self.replica.snapshot(fragment, answer.at.steps)))
-                    self.exchange.given(answer)
-        finally:
-            self.replica.gate.release()
-        codec = codecs.codec(self.exchange.sync.send)
-        gives = []
-        for give, arrived in taken:
-            base, values = arrived()
-            data = codec.encode(base - values)
-            gives.append((give, data, codecs.checksum(data)))
-        return gives, nothings
-
-    async def _upload(self, give: Give, data: memoryview, crc: int) -> None:
-        exchange, lane = self.exchange, self.lane
-        assert exchange is not None and lane is not None
-        question = give.question
-        with self.changed:
-            journal = self.journal.upto(give.at.steps)
-        header = pb.Upload(
-            fragment=question.fragment,
-            step=question.step,
-            base=give.base,
-            steps=give.steps,
-            tokens=give.tokens,
-            codec=exchange.sync.send,
-            size_bytes=len(data),
-            checksum=crc,
-            upto=give.at.steps,
-            samples_from=give.samples[0],
-            samples_to=give.samples[1],
-            upto_tokens=give.at.tokens,
-            journal_json=journal,
-        )
-        while True:
-            try:
-                reply = await lane.upload(header, data, self.count_sent)
-            except WireError as error:
-                log.debug("%s: fragment %d was not sent: %s", self.name, question.fragment, error)
-            else:
-                if not reply.accepted:
-                    log.debug("%s: fragment %d was not taken: %s", self.name, question.fragment, reply.reason)
-                if not reply.damaged:
-                    return
-            await asyncio.sleep(RETRY_TRANSFER_S)
-            # After a new welcome everything is asked anew.
-            with self.changed:
-                if self.lane is not lane or not exchange.still_wanted(question):
-                    return
-
     def count_sent(self, size_bytes: int) -> None:
         self.sent_bytes += size_bytes
 
     def count_received(self, size_bytes: int) -> None:
         self.received_bytes += size_bytes
 
-    def _again(self, act: Callable[[], None]) -> None:
+    def again(self, seconds: float, act: Callable[[], None]) -> None:
         """A transfer broke. If the stream still stands, try again shortly; if not, the next welcome starts afresh."""
 
         def retry() -> None:
             with self.changed:
                 act()
-            self._pump()
+            self.pump()
 
-        self._loop.call_later(RETRY_TRANSFER_S, self._guarded, retry)
+        self._loop.call_later(seconds, self._guarded, retry)
 
     # ------------------------------------------------------------ the optimizer's state
 
@@ -591,64 +503,7 @@ class Link:
         been able to hand over of its journal."""
         with self.changed:
             self.journal.restored(source, origin, inherited)
-        self._call(lambda: self._send(pb.ToSyncer(restored=pb.Restored(source=source))))
-
-    # ------------------------------------------------------------ merged fragments
-
-    async def _download(self, part: int, version: int) -> tuple[str, memoryview]:
-        assert self.lane is not None
-        return await self.lane.fetch(part, version, lambda header: self._check_size(part, header), self.count_received)
-
-    def _check_size(self, part: int, header: pb.Fetched) -> None:
-        assert self.replica is not None
-        layout = self.replica.layout
-        if part == len(layout.fragments):
-            limit = (1 << 20) + 9 * sum(spec.numel for spec in layout.tensors) + 1024 * len(layout.tensors)
-            if header.codec != "safetensors" or header.size_bytes > limit:
-                raise WireError(f"the fixed part is declared as {header.size_bytes} bytes of {header.codec!r}")
-            return
-        expected = codecs.codec(header.codec).size_bytes(layout.fragments[part].numel)
-        if header.size_bytes != expected:
-            raise WireError(f"fragment {part} should be {expected} bytes in {header.codec}, {header.size_bytes} declared")
-
-    async def _fetch(self, version: Version) -> None:
-        exchange, replica = self.exchange, self.replica
-        assert exchange is not None and replica is not None
-        fragment = version.fragment
-        try:
-            name, data = await self._download(fragment, version.version)
-        except WireError as error:
-            log.debug("%s: fragment %d was not fetched: %s", self.name, fragment, error)
-            self._again(lambda: exchange.fetch_failed(version))
-            return
-
-        with self.changed:
-            since_step = exchange.uncounted_since(version).steps
-
-        def decode() -> Prepared:
-            values = codecs.codec(name).decode(data, replica.layout.fragments[fragment].numel)
-            return replica.prepare(fragment, values, since_step)
-
-        prepared = decode() if replica.quick else await self.off_loop(decode)
-        with self.changed:
-            if exchange.fetched(version):
-                self.prepared[fragment] = prepared
-            self.changed.notify_all()
-        self._pump()
-
-    async def _fetch_fixed(self, part: int) -> None:
-        assert self.replica is not None
-        try:
-            _, data = await self._download(part, 0)
-        except WireError as error:
-            log.debug("%s: the fixed part was not fetched: %s", self.name, error)
-            self._again(lambda: self._spawn(self._fetch_fixed(part)) if self.connected else None)
-            return
-        self.replica.load_fixed(load(bytes(data)))
-        with self.changed:
-            self.fixed_loaded = True
-            self.changed.notify_all()
-        self._pump()
+        self._call(lambda: self.send(pb.ToSyncer(restored=pb.Restored(source=source))))
 
 
 def _check_fragments(message: pb.ToLearner, fragments: int) -> None:

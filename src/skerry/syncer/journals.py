@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+REMEMBERED = 10_000
 MAX_BYTES = 1 << 20
 NUMBERS = {"adopted": 4, "tokens": 2, "gaps": 2}
 """Whole numbers (or truth values) in an entry of each kind."""
+
+
+class Journals:
+    """Puts on the tape what is new of what processes say. They say it again until they know that it is written."""
+
+    def __init__(self, retired: Callable[[str], tuple[str, ...]], record: Callable[[str, dict[str, Any]], None]) -> None:
+        self._retired = retired
+        """Of a learner's name: the processes that had it before."""
+        self._record = record
+        self._known: dict[str, int] = {}
+        """Process → its steps up to which its journal was recorded."""
+
+    def take(self, name: str, session: str, text: str) -> bool:
+        """Whether it is a journal."""
+        found = read_journal(text)
+        if found is None:
+            return False
+        inherited = found.pop("inherited", None)
+        owners = {owner for owner, _ in found.get("origin", ())}
+        if inherited is not None and found["source"] == "own" and len(owners) == 1 and owners <= set(self._retired(name)):
+            self._keep(name, owners.pop(), inherited)
+        self._keep(name, session, found)
+        return True
+
+    def _keep(self, name: str, session: str, found: dict[str, Any]) -> None:
+        known = self._known.get(session, -1)
+        fresh = newer(found, known)
+        if found["upto"] < known or (found["upto"] == known and not fresh["adopted"]):
+            return
+        if len(self._known) > REMEMBERED:
+            self._known.clear()
+        self._known[session] = found["upto"]
+        self._record("journal", {"learner": name, "session": session, **fresh})
 
 
 def read_journal(text: str) -> dict[str, Any] | None:

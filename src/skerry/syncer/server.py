@@ -26,12 +26,13 @@ from skerry.core.syncer import SyncerCore
 from skerry.errors import JoinRefused, SkerryError, WireError
 from skerry.syncer.bulk import MAX_COUNT, Bulk
 from skerry.syncer.diary import Diary, Vitals
-from skerry.syncer.journals import newer, read_journal
+from skerry.syncer.journals import Journals
 from skerry.syncer.lane import MAX_NAME, first_message
 from skerry.syncer.merging import Merger
 from skerry.syncer.snapshots import Snapshots
 from skerry.syncer.store import RunStore
 from skerry.syncer.tape import Tape
+from skerry.syncer.telling import lease_message, messages_of, progress_of
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind
 from skerry.wire.service import add_to_server
@@ -40,7 +41,6 @@ CONTROL_QUEUE = 4096
 PROGRESS_EVERY_S = 0.25
 METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
-MAX_JOURNALS = 10_000
 MAX_LEAST = 1 << 20
 """Samples a learner may hold at the end of an epoch, whatever its share."""
 LINGER_S = (0.5, 10.0)
@@ -111,8 +111,7 @@ class SyncerServer:
         """What waits to be durable before it is told."""
         self._telling_leases = False
         self._flushing = False
-        self._journals: dict[str, int] = {}
-        """Process → its steps up to which its journal was recorded by this process of ours."""
+        self._journals = Journals(self.core.retired, self._tape.record)
         self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
         self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
         if self.core.phase == "ended":
@@ -170,66 +169,28 @@ class SyncerServer:
                 await asyncio.sleep(RETRY_FLUSH_S)
             for lease in told:
                 if self.is_connected(lease.name, lease.session):
-                    found = pb.Lease(pool=lease.pool, start=lease.start, count=lease.count, position=lease.position)
-                    self.send(lease.name, pb.ToLearner(lease=found))
+                    self.send(lease.name, lease_message(lease))
         self._telling_leases = False
 
     def _perform(self, action: m.Action) -> None:
+        if isinstance(action, m.Welcome):
+            self._dismissed.discard(action.name)
+        for name, message in messages_of(action, self.store.identity.run_id, self.core):
+            self.send(name, message)
         if isinstance(action, m.Record):
             self.record(action.kind, action.data)
-        elif isinstance(action, m.Welcome):
-            self._dismissed.discard(action.name)
-            welcome = pb.Welcome(
-                run_id=self.store.identity.run_id,
-                slot=action.slot,
-                step=action.step,
-                resumed=action.resumed,
-                versions=action.versions,
-                counted=action.counted,
-                merged_steps=action.merged_steps,
-                run_tokens=self.core.tokens,
-                quarantined=action.quarantined,
-                leased=action.leased,
-            )
-            self.send(action.name, pb.ToLearner(welcome=welcome))
         elif isinstance(action, m.Lease):
             self._leases.append(action)
             if not self._telling_leases:
                 self._telling_leases = True
                 self._begin(self._tell_leases())
-        elif isinstance(action, m.NoLease):
-            self.send(action.name, pb.ToLearner(no_lease=pb.NoLease(reason=action.reason)))
-        elif isinstance(action, m.Begin):
-            self.send(action.name, pb.ToLearner(begin=pb.Begin(step=action.step)))
-        elif isinstance(action, m.Ask):
-            ask = pb.Ask(fragment=action.fragment, step=action.step, min_base=action.min_base)
-            self.send(action.name, pb.ToLearner(ask=ask))
-        elif isinstance(action, m.Announce):
-            for name, counted in zip(action.names, action.counted, strict=True):
-                announce = pb.Announce(
-                    fragment=action.fragment,
-                    version=action.version,
-                    step=action.step,
-                    counted=counted,
-                    run_tokens=self.core.tokens,
-                )
-                self.send(name, pb.ToLearner(announce=announce))
         elif isinstance(action, m.Merge):
             self._begin(self._merge(action))
         elif isinstance(action, m.Restore):
             self._begin(self._restore(action))
         elif isinstance(action, m.KeepGood):
             self._begin(self._keep_good(action.step))
-        elif isinstance(action, m.StopTraining):
-            self.send(action.name, self._progress())
-            self.send(action.name, pb.ToLearner(stop=pb.Stop()))
-        elif isinstance(action, m.Caution):
-            caution = pb.Caution(quarantined=action.quarantined, reason=action.reason)
-            self.send(action.name, pb.ToLearner(caution=caution))
         elif isinstance(action, m.Goodbye):
-            expected = action.reason in (m.LEFT, m.OVER)
-            goodbye = pb.Goodbye(reason=action.reason, final=action.final, expected=expected)
-            self.send(action.name, pb.ToLearner(goodbye=goodbye))
             if action.final:
                 self._dismissed = {name for name in self._dismissed if name in self.core.learners} | {action.name}
             connection = self._connections.pop(action.name, None)
@@ -237,8 +198,7 @@ class SyncerServer:
                 connection.end()
         elif isinstance(action, m.WakeAt):
             self._wake_at(action.at)
-        else:
-            assert isinstance(action, m.Ended)
+        elif isinstance(action, m.Ended):
             self._write_summary()
             self.ended.set()
 
@@ -252,34 +212,13 @@ class SyncerServer:
         if connection is not None:
             connection.send(message)
 
-    def _progress(self) -> pb.ToLearner:
-        return pb.ToLearner(progress=pb.Progress(run_tokens=self.core.tokens, step=self.core.step))
-
     def record(self, kind: str, data: dict[str, Any]) -> None:
         self._tape.record(kind, data)
         self._diary.event(kind, data)
 
     def journal(self, name: str, session: str, text: str) -> None:
-        """What a process did. It says so again until it knows that it is written, so only what is new is taken."""
-        found = read_journal(text)
-        if found is None:
+        if not self._journals.take(name, session, text):
             self.record("refused", {"learner": name, "reason": "a journal that cannot be"})
-            return
-        inherited = found.pop("inherited", None)
-        owners = {owner for owner, _ in found.get("origin", ())}
-        if inherited is not None and found["source"] == "own" and len(owners) == 1 and owners <= set(self.core.retired(name)):
-            self._keep_journal(name, owners.pop(), inherited)
-        self._keep_journal(name, session, found)
-
-    def _keep_journal(self, name: str, session: str, found: dict[str, Any]) -> None:
-        known = self._journals.get(session, -1)
-        fresh = newer(found, known)
-        if found["upto"] < known or (found["upto"] == known and not fresh["adopted"]):
-            return
-        if len(self._journals) > MAX_JOURNALS:
-            self._journals.clear()
-        self._journals[session] = found["upto"]
-        self._tape.record("journal", {"learner": name, "session": session, **fresh})
 
     def is_connected(self, name: str, session: str) -> bool:
         connection = self._connections.get(name)
@@ -518,7 +457,7 @@ class SyncerServer:
         """Tell learners how far the run is, write metrics and flush the tape, until cancelled."""
         metrics_at = 0.0
         while True:
-            progress = self._progress()
+            progress = progress_of(self.core)
             for connection in list(self._connections.values()):
                 if not connection.told and connection.outbox.qsize() < CONTROL_QUEUE // 2:
                     connection.send(progress)

@@ -13,15 +13,12 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from skerry.config import Config, from_json
 from skerry.core import codec as codecs
 from skerry.core.leases import Range
 from skerry.core.merge import FragmentState, merge
@@ -30,106 +27,13 @@ from skerry.errors import ReplayError
 from skerry.learner.optimizer_state import OptimizerState
 from skerry.learner.replica import Replica
 from skerry.models.gpt import build_gpt
-from skerry.syncer.run_folder import RunIdentity, read_fixed, read_identity, read_tape, reading, state_checksum
+from skerry.syncer.run_folder import read_fixed, state_checksum
 from skerry.syncer.store import gather
 from skerry.train.island import COLD_STEPS
 from skerry.train.job import Job, build_job, build_optimizers, load_weights_file, lr_factor
+from skerry.train.recording import Merged, Process, Recording, read_checksums
 
-KINDS = ("joined", "journal", "merged", "restored", "restored_from")
 SYNCER_THREADS = 1
-
-
-@dataclass(frozen=True)
-class Merged:
-    """An outer step, as the tape has it."""
-
-    data: dict[str, Any]
-    checksum: int
-
-    @property
-    def fragment(self) -> int:
-        return int(self.data["fragment"])
-
-    @property
-    def version(self) -> int:
-        return int(self.data["version"])
-
-
-@dataclass
-class Process:
-    """What the tape knows of one process of an island."""
-
-    learner: str
-    session: str
-    platform: str = ""
-    source: str = "fresh"
-    origin: list[tuple[str, int]] = field(default_factory=list)
-    covered: int = 0
-    """Steps whose journal is there."""
-    adopted: dict[int, list[tuple[int, int, bool]]] = field(default_factory=lambda: defaultdict(list))
-    """After how many steps → (fragment, version, whether it was taken whole), in order."""
-    tokens: dict[int, int] = field(default_factory=dict)
-    data: dict[int, list[Range]] = field(default_factory=dict)
-    gives: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """After how many steps → (fragment, base) of contributions that were merged."""
-    handed_on: set[int] = field(default_factory=set)
-    """After how many steps its optimizer's state was taken over by another process."""
-
-    @property
-    def needed(self) -> int:
-        """Steps of which something became of."""
-        return max([*self.gives, *self.handed_on], default=0)
-
-    def add(self, journal: dict[str, Any]) -> None:
-        self.source = journal.get("source", self.source)
-        self.origin = [(session, steps) for session, steps in journal.get("origin", self.origin)]
-        if journal["from"] <= self.covered and not any(start < journal["upto"] for start, _ in journal["gaps"]):
-            self.covered = max(self.covered, journal["upto"])
-        for step, fragment, version, whole in journal["adopted"]:
-            if (fragment, version, bool(whole)) not in self.adopted[step]:
-                self.adopted[step].append((fragment, version, bool(whole)))
-        self.tokens.update({step: tokens for step, tokens in journal["tokens"]})
-        self.data.update({step: [Range(*found) for found in ranges] for step, ranges in journal["data"]})
-
-
-class Recording:
-    """The tape of a run, sorted by who did what."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.identity: RunIdentity = read_identity(folder)
-        if not self.identity.job_json:
-            raise ReplayError(f"{folder} has no training job of its own; only runs of skerry train can be executed again")
-        self.config: Config = from_json(Config, self.identity.job_json)
-        if self.config.train.compile:
-            raise ReplayError("a run with train.compile cannot be executed again yet: compiled code may sum in another order")
-        self.processes: dict[str, Process] = {}
-        found: list[dict[str, Any]] = []
-        read_tape(folder, KINDS, lambda kind, data: found.append(data) if kind == "merged" else self._see(kind, data))
-        self.checksums = _checksums(folder)  # after the tape, which a running syncer writes with them
-        self.merges = [Merged(data, self.checksums[data["fragment"], data["version"]]) for data in found]
-        for data in found:
-            if not data["shares"]:
-                raise ReplayError(f"the run in {folder} was put back to an earlier state, which cannot be executed again yet")
-            for share in data["shares"]:
-                self._of(share["session"], share["name"]).gives[share["upto"]].append((data["fragment"], share["base"]))
-        for process in self.processes.values():
-            for session, steps in process.origin:
-                if session in self.processes:
-                    self.processes[session].handed_on.add(steps)
-
-    def _see(self, kind: str, data: dict[str, Any]) -> None:
-        if kind in ("restored", "restored_from"):
-            what = "was put back to an earlier state" if kind == "restored" else "was restored from a snapshot"
-            raise ReplayError(f"the run in {self.folder} {what}, which cannot be executed again yet")
-        if kind == "joined":
-            process = self._of(data["session"], data["learner"])
-            process.platform = data.get("platform", "")
-        elif kind == "journal":
-            self._of(data["session"], data["learner"]).add(data)
-
-    def _of(self, session: str, learner: str) -> Process:
-        return self.processes.setdefault(session, Process(learner, session))
 
 
 class IslandAgain:
@@ -292,8 +196,9 @@ class Replay:
             load_weights_file(model, config.init)
         named = {spec.name: tensor for spec, tensor in model_tensors(model)}
         states = [FragmentState.fresh(gather(self._layout, fragment, named)) for fragment in self._layout.fragments]
+        checksums = read_checksums(self.recording.folder)
         for index, state in enumerate(states):
-            if state_checksum(state) != self.recording.checksums[index, 0]:
+            if state_checksum(state) != checksums[index, 0]:
                 raise ReplayError("the initial weights do not come out as they were: another torch, or another init file")
         return states
 
@@ -359,7 +264,7 @@ class Replay:
         )
         if state_checksum(self.states[fragment]) != merged.checksum:
             names = ", ".join(share["name"] for share in data["shares"])
-            what = f"outer step {self.done + 1}, {_where(merged)}, with contributions of {names}"
+            what = f"outer step {self.done + 1}, {merged}, with contributions of {names}"
             raise ReplayError(f"{what}, does not come out as it was")
         for share in data["shares"]:
             self._counted[fragment, share["session"]].append((merged.version, share["upto"]))
@@ -373,38 +278,6 @@ class Replay:
             for piece, part in zip(fragment.pieces, torch.split(state.values, sizes), strict=True):
                 flat[self._layout.tensors[piece.tensor].name][piece.start : piece.stop] = part
         return {spec.name: flat[spec.name].reshape(spec.shape) for spec in self._layout.tensors if spec.rule != "fixed"}
-
-
-def first_difference(one: Path, other: Path) -> str | None:
-    """Where two runs first differ, by their tapes, in words; None if one is the beginning of the other."""
-    tapes = [_merged(folder) for folder in (one, other)]
-    for number, (a, b) in enumerate(zip(*tapes, strict=False), 1):
-        what = [key for key in ("fragment", "version", "step") if a.data[key] != b.data[key]]
-        if what:
-            return f"outer step {number}: {_where(a)} in {one}, {_where(b)} in {other}"
-        shares = [{s["name"]: (s["base"], s["steps"], s["tokens"], s["upto"]) for s in m.data["shares"]} for m in (a, b)]
-        if shares[0] != shares[1]:
-            names = sorted(n for n in shares[0].keys() | shares[1].keys() if shares[0].get(n) != shares[1].get(n))
-            return f"outer step {number}, {_where(a)}: other contributions, of {', '.join(names)}"
-        if a.checksum != b.checksum:
-            return f"outer step {number}, {_where(a)}: the same contributions by name and steps, but other values"
-    return None
-
-
-def _merged(folder: Path) -> list[Merged]:
-    checksums, found = _checksums(folder), list[Merged]()
-    read_tape(folder, ["merged"], lambda kind, data: found.append(Merged(data, checksums[data["fragment"], data["version"]])))
-    return found
-
-
-def _where(merged: Merged) -> str:
-    return f"version {merged.version} of fragment {merged.fragment} in round {merged.data['step']}"
-
-
-def _checksums(folder: Path) -> dict[tuple[int, int], int]:
-    with reading(folder) as database:
-        rows = database.execute("SELECT fragment, version, checksum FROM versions").fetchall()
-    return {(row["fragment"], row["version"]): row["checksum"] for row in rows}
 
 
 def _threads(process: Process) -> int:

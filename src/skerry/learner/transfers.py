@@ -1,0 +1,188 @@
+"""What a learner sends and fetches: snapshots are taken, encoded and given; versions are fetched, decoded and made ready."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from safetensors.torch import load
+
+from skerry.core import codec as codecs
+from skerry.core.exchange import Give, GiveNothing, Question, Version
+from skerry.errors import WireError
+from skerry.learner.replica import Arrival, Prepared
+from skerry.wire import skerry_pb2 as pb
+
+if TYPE_CHECKING:
+    from skerry.learner.link import Link
+
+log = logging.getLogger("skerry.learner")
+
+RETRY_TRANSFER_S = 0.5
+Encoded = tuple[Give, memoryview, int]
+"""An answer, its bytes and their checksum."""
+
+
+class Transfers:
+    """On the event loop of the link, whose state it shares; the loop's threads copy, encode and decode."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._answering = False
+
+    # ------------------------------------------------------------ contributions
+
+    def answer(self) -> None:
+        """Answer every question that can be answered, unless that is being done."""
+        if not self._answering:
+            self._answering = True
+            self._link.spawn(self._answer())
+
+    async def _answer(self) -> None:
+        link, replica = self._link, self._link.replica
+        assert replica is not None
+        try:
+            if replica.quick and replica.between_steps and replica.gate.acquire(blocking=False):
+                gives, nothings = self._take_snapshots()
+            else:
+                gives, nothings = await link.off_loop(self._wait_for_snapshots)
+        finally:
+            self._answering = False
+        for question in nothings:
+            link.send(pb.ToSyncer(nothing=pb.NothingToGive(fragment=question.fragment, step=question.step)))
+        for give, data, crc in gives[1:]:
+            link.spawn(self._upload(give, data, crc))
+        if gives:
+            await self._upload(*gives[0])
+
+    def _wait_for_snapshots(self) -> tuple[list[Encoded], list[Question]]:
+        link = self._link
+        assert link.replica is not None
+        if not link.replica.acquire_between_steps(lambda: link.closing):
+            return [], []
+        return self._take_snapshots()
+
+    def _take_snapshots(self) -> tuple[list[Encoded], list[Question]]:
+        """With the gate held, which is let go: copies of one moment between two optimizer steps, for every question that can
+        be answered; then encoded."""
+        link, exchange, replica = self._link, self._link.exchange, self._link.replica
+        assert exchange is not None and replica is not None
+        taken: list[tuple[Give, Arrival]] = []
+        nothings: list[Question] = []
+        try:
+            with link.changed:
+                for answer in exchange.answers():
+                    if isinstance(answer, GiveNothing):
+                        nothings.append(answer.question)
+                        continue
+                    fragment = answer.question.fragment
+                    arrived = link.staged.get(fragment) if answer.staged else None
+                    taken.append((answer, arrived or replica.snapshot(fragment, answer.at.steps)))
+                    exchange.given(answer)
+        finally:
+            replica.gate.release()
+        codec = codecs.codec(exchange.sync.send)
+        gives = []
+        for give, arrived in taken:
+            base, values = arrived()
+            data = codec.encode(base - values)
+            gives.append((give, data, codecs.checksum(data)))
+        return gives, nothings
+
+    async def _upload(self, give: Give, data: memoryview, crc: int) -> None:
+        link, exchange, lane = self._link, self._link.exchange, self._link.lane
+        assert exchange is not None and lane is not None
+        question = give.question
+        with link.changed:
+            journal = link.journal.upto(give.at.steps)
+        header = pb.Upload(
+            fragment=question.fragment,
+            step=question.step,
+            base=give.base,
+            steps=give.steps,
+            tokens=give.tokens,
+            codec=exchange.sync.send,
+            size_bytes=len(data),
+            checksum=crc,
+            upto=give.at.steps,
+            samples_from=give.samples[0],
+            samples_to=give.samples[1],
+            upto_tokens=give.at.tokens,
+            journal_json=journal,
+        )
+        while True:
+            try:
+                reply = await lane.upload(header, data, link.count_sent)
+            except WireError as error:
+                log.debug("%s: fragment %d was not sent: %s", link.name, question.fragment, error)
+            else:
+                if not reply.accepted:
+                    log.debug("%s: fragment %d was not taken: %s", link.name, question.fragment, reply.reason)
+                if not reply.damaged:
+                    return
+            await asyncio.sleep(RETRY_TRANSFER_S)
+            # After a new welcome everything is asked anew.
+            with link.changed:
+                if link.lane is not lane or not exchange.still_wanted(question):
+                    return
+
+    # ------------------------------------------------------------ merged fragments
+
+    async def fetch(self, version: Version) -> None:
+        link, exchange, replica = self._link, self._link.exchange, self._link.replica
+        assert exchange is not None and replica is not None
+        fragment = version.fragment
+        try:
+            name, data = await self._download(fragment, version.version)
+        except WireError as error:
+            log.debug("%s: fragment %d was not fetched: %s", link.name, fragment, error)
+            link.again(RETRY_TRANSFER_S, lambda: exchange.fetch_failed(version))
+            return
+
+        with link.changed:
+            since_step = exchange.uncounted_since(version).steps
+
+        def decode() -> Prepared:
+            values = codecs.codec(name).decode(data, replica.layout.fragments[fragment].numel)
+            return replica.prepare(fragment, values, since_step)
+
+        prepared = decode() if replica.quick else await link.off_loop(decode)
+        with link.changed:
+            if exchange.fetched(version):
+                link.prepared[fragment] = prepared
+            link.changed.notify_all()
+        link.pump()
+
+    async def fetch_fixed(self, part: int) -> None:
+        """Tensors nobody trains."""
+        link, replica = self._link, self._link.replica
+        assert replica is not None
+        try:
+            _, data = await self._download(part, 0)
+        except WireError as error:
+            log.debug("%s: the fixed part was not fetched: %s", link.name, error)
+            link.again(RETRY_TRANSFER_S, lambda: link.spawn(self.fetch_fixed(part)) if link.connected else None)
+            return
+        replica.load_fixed(load(bytes(data)))
+        with link.changed:
+            link.fixed_loaded = True
+            link.changed.notify_all()
+        link.pump()
+
+    async def _download(self, part: int, version: int) -> tuple[str, memoryview]:
+        lane = self._link.lane
+        assert lane is not None
+        return await lane.fetch(part, version, lambda header: self._check_size(part, header), self._link.count_received)
+
+    def _check_size(self, part: int, header: pb.Fetched) -> None:
+        assert self._link.replica is not None
+        layout = self._link.replica.layout
+        if part == len(layout.fragments):
+            limit = (1 << 20) + 9 * sum(spec.numel for spec in layout.tensors) + 1024 * len(layout.tensors)
+            if header.codec != "safetensors" or header.size_bytes > limit:
+                raise WireError(f"the fixed part is declared as {header.size_bytes} bytes of {header.codec!r}")
+            return
+        expected = codecs.codec(header.codec).size_bytes(layout.fragments[part].numel)
+        if header.size_bytes != expected:
+            raise WireError(f"fragment {part} should be {expected} bytes in {header.codec}, {header.size_bytes} declared")
