@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from skerry.config import Config, from_json
@@ -36,40 +37,32 @@ def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunD
 def close_run(address: str, tls: TLS | None, timeout_s: float = 10.0) -> None:
     """Ask the syncer to end its run: one last merge of what everyone has."""
     run_id = describe(address, tls, timeout_s).run_id
-
-    async def ask() -> None:
-        async with open_channel(address, tls) as channel:
-            with transfer.wire_errors():
-                await SyncerStub(channel).close_run(pb.CloseRequest(run_id=run_id), timeout=timeout_s)
-
-    run_here(ask())
+    _call(address, tls, lambda stub: stub.close_run, pb.CloseRequest(run_id=run_id), timeout_s)
 
 
 def take_snapshot(address: str, tls: TLS | None, timeout_s: float = 600.0) -> dict[str, Any]:
     """Ask the syncer for a snapshot, and wait until it is there. Gives what the syncer says about it."""
     run_id = describe(address, tls, 10.0).run_id
-
-    async def ask() -> dict[str, Any]:
-        async with open_channel(address, tls) as channel:
-            with transfer.wire_errors():
-                reply = await SyncerStub(channel).snapshot(pb.SnapshotRequest(run_id=run_id), timeout=timeout_s)
-        facts: dict[str, Any] = json.loads(reply.facts_json)
-        return facts
-
-    return run_here(ask())
+    reply = _call(address, tls, lambda stub: stub.snapshot, pb.SnapshotRequest(run_id=run_id), timeout_s)
+    facts: dict[str, Any] = json.loads(reply.facts_json)
+    return facts
 
 
 def tell(address: str, tls: TLS | None, kind: str, data: dict[str, Any], timeout_s: float = 10.0) -> None:
     """Put something that was done to the run from outside on its tape."""
     run_id = describe(address, tls, timeout_s).run_id
+    request = pb.TellRequest(run_id=run_id, kind=kind, data_json=json.dumps(data))
+    _call(address, tls, lambda stub: stub.tell, request, timeout_s)
 
-    async def ask() -> None:
+
+def _call(address: str, tls: TLS | None, method: Callable[[SyncerStub], Any], request: Any, timeout_s: float) -> Any:
+    async def ask() -> Any:
         async with open_channel(address, tls) as channel:
             with transfer.wire_errors():
-                request = pb.TellRequest(run_id=run_id, kind=kind, data_json=json.dumps(data))
-                await SyncerStub(channel).tell(request, timeout=timeout_s)
+                # A connection that is slow to come, or breaks before the request is sent, is tried again until the time is up.
+                return await method(SyncerStub(channel))(request, timeout=timeout_s, wait_for_ready=True)
 
-    run_here(ask())
+    return run_here(ask())
 
 
 def describe_job(address: str, tls: TLS | None, timeout_s: float = 120.0) -> Config:

@@ -26,7 +26,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    # Not a pause: how long a connection may take to be made. A long link with TLS, or a busy machine, needs more than a moment.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 ]
 SERVER_OPTIONS: list[tuple[str, Any]] = [
