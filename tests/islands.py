@@ -144,6 +144,10 @@ def tape(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [json.loads(data) for k, data in _rows(folder, "SELECT kind, data FROM tape ORDER BY seq") if k == kind]
 
 
+def tape_kinds(folder: Path) -> list[str]:
+    return [kind for (kind,) in _rows(folder, "SELECT kind FROM tape ORDER BY seq")]
+
+
 # ---------------------------------------------------------------- a learner of bare calls
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from islands import tape
+from islands import poll, tape, tape_kinds
 from jobs import tiny_job
 from safetensors.torch import load_file
 
@@ -21,6 +21,7 @@ from skerry.syncer.journals import newer, read_journal
 from skerry.syncer.run_folder import read_model
 from skerry.train.recording import first_difference
 from skerry.train.replay import Replay
+from skerry.wire.client import close_run
 
 CHAOS = (
     "kill island-0 @ step 60, slow island-1 5x @ step 30 for 3s, kill_syncer syncer @ step 100 for 1s, kill island-2 @ step 160"
@@ -33,11 +34,30 @@ def skerry(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that goes on until all has happened to it and there is something to see."""
     folder = tmp_path_factory.mktemp("replay")
-    (folder / "job.toml").write_text(tiny_job(200_000, sync={"fragments": 3, "every": 12}, islands={"threads": 1}))
-    found = skerry("train", str(folder / "job.toml"), "--run", str(folder / "run"), "--chaos", CHAOS)
-    assert found.returncode == 0, found.stdout + found.stderr
-    return folder / "run"
+    sync = {"fragments": 3, "every": 12, "send": "topk3", "publish": "int4"}
+    (folder / "job.toml").write_text(tiny_job(10**9, sync=sync, islands={"threads": 1}))
+    run = folder / "run"
+    with (folder / "output").open("w") as output:
+        command = [sys.executable, "-m", "skerry", "train", str(folder / "job.toml"), "--run", str(run), "--chaos", CHAOS]
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def enough() -> bool:
+        assert process.poll() is None, (folder / "output").read_text()
+        if not (run / "address").exists():
+            return False
+        kinds = tape_kinds(run)
+        happened = kinds.count("fault") == CHAOS.count("@") and kinds.count("syncer_started") >= 2
+        return happened and kinds[::-1].index("fault") > 200 and kinds.count("merged") > 40
+
+    try:
+        poll(enough, "all that was planned for the run", 120)
+        close_run((run / "address").read_text().strip(), None)
+        assert process.wait(60) == 0, (folder / "output").read_text()
+    finally:
+        process.kill()
+    return run
 
 
 def test_a_run_with_kills_a_straggler_and_a_syncer_restart_comes_out_the_same(recorded: Path) -> None:

@@ -18,6 +18,7 @@ from skerry.core import syncer as cores
 from skerry.core.exchange import Exchange, Mark, Version
 from skerry.core.lease_desk import LeaseDesk
 from skerry.core.leases import Leases
+from skerry.learner.transfers import Transfers
 from skerry.syncer import run_folder
 from skerry.syncer.server import SyncerServer
 from skerry.syncer.tape import Tape
@@ -133,6 +134,20 @@ def what_is_merged_is_forgotten_in_a_restart(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leases, "give", giving)
 
 
+def what_learners_see_is_forgotten_in_a_restart(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(run_folder, "_tensors", lambda state: {"values": state.values, "momentum": state.momentum})
+
+
+def a_difference_is_added_to_the_version_in_the_model(patch: pytest.MonkeyPatch) -> None:
+    """Though a newer one is waiting there to be adopted."""
+    newest = Transfers._newest_here
+
+    def careless(transfers: Transfers, fragment: int) -> Any:
+        return newest(transfers, fragment)[0], transfers._link.replica.held(fragment)
+
+    patch.setattr(Transfers, "_newest_here", careless)
+
+
 def an_expired_lease_is_used_on(patch: pytest.MonkeyPatch) -> None:
     settle = LeaseDesk.settle
 
@@ -155,6 +170,8 @@ PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     a_lease_is_given_twice: "were held by|given back twice",
     what_is_merged_is_forgotten_in_a_restart: "gave back are in a merge",
     an_expired_lease_is_used_on: "are in a merge of its own",
+    what_learners_see_is_forgotten_in_a_restart: "another one before|holds something else",
+    a_difference_is_added_to_the_version_in_the_model: "holds something else",
 }
 
 

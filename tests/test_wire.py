@@ -364,7 +364,7 @@ def test_a_model_that_diverges_is_put_back_and_the_run_goes_on(tmp_path: Path, s
             for entry in tape(folder, "restored"):
                 header, data = await raw.download(entry["fragment"], entry["version"])
                 if not header.reason:
-                    values = codecs.codec(header.codec).decode(memoryview(bytearray(data)), len(data) // 4)
+                    values = codecs.codec(header.codec).decode(codecs.byte_tensor(memoryview(data)), len(data) // 4)
                     assert torch.equal(values, copy.get_tensor(str(entry["fragment"])))
         # Progress from before is refused, and from the restored versions it counts.
         raw.report(step + 1, loss=2.0)
@@ -596,7 +596,7 @@ def test_downloads_hold_the_published_bytes(run_folder: Path, start_syncer) -> N
             header, data = await raw.download(fragment, 0)
             assert (header.codec, header.size_bytes) == ("fp32", len(data))
             assert header.checksum == codecs.checksum(data)
-            found[fragment] = codecs.codec("fp32").decode(memoryview(data), len(data) // 4)
+            found[fragment] = codecs.codec("fp32").decode(codecs.byte_tensor(memoryview(data)), len(data) // 4)
         return found
 
     found = play(start_syncer(run_folder).address, scenario)

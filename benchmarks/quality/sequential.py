@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from skerry.config import Config
 from skerry.core import codec as codecs
 from skerry.core import messages as m
-from skerry.core.exchange import Exchange, Give, Question, Version
+from skerry.core.exchange import KEPT_GIVES, Exchange, Give, Question, Version
+from skerry.core.feedback import Feedback
 from skerry.core.fragment import Layout, split
-from skerry.core.merge import FragmentState, merge
+from skerry.core.merge import FragmentState, merge, publish
 from skerry.core.syncer import SyncerCore
 from skerry.core.tensors import model_tensors
 from skerry.data.corpus import Corpus
@@ -175,6 +176,7 @@ class SequentialLearner:
     life: int = 0
     ready: dict[int, Tensor] = field(default_factory=dict)
     snapshots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    feedback: dict[int, Feedback | None] = field(default_factory=dict)
 
 
 class SequentialRun:
@@ -195,6 +197,9 @@ class SequentialRun:
         self._delay = delay / 2
         self._random = random.Random(self.config.train.seed)
         self.sent_bytes = 0
+        self.published_bytes = 0
+        needed = codecs.codec(self.sync.send).needs_feedback
+        self._with_feedback = self.sync.feedback == "always" or (self.sync.feedback == "auto" and needed)
         self.lost_steps = 0
         self.members: list[int] = []
         times = list(conditions.step_times) + [1.0] * self.config.islands.count
@@ -228,15 +233,6 @@ class SequentialRun:
                 target.lerp_(part, self.sync.blend)
             else:
                 target.copy_(part)
-
-    def _through_codec(self, name: str, vector: Tensor) -> Tensor:
-        """What is left of a vector after the wire. The fp32 and bf16 codecs are casts, so the device can do them."""
-        if name == "bf16":
-            return vector.to(torch.bfloat16).float()
-        if name == "fp32":
-            return vector.clone()
-        codec = codecs.codec(name)
-        return codec.decode(codec.encode(vector.cpu()), vector.numel()).to(vector.device)
 
     # ------------------------------------------------------------ events
 
@@ -308,6 +304,9 @@ class SequentialRun:
                 learner.snapshots[version.fragment] = {at: kept + change for at, kept in given.items() if at > since}
             self._write(learner.weights, version.fragment, change)
             learner.base[version.fragment] = values
+            feedback = learner.feedback[version.fragment]
+            if feedback is not None:
+                feedback.merged(version.counted)
             learner.exchange.adopted(version)
         self._answer(learner)
 
@@ -322,12 +321,23 @@ class SequentialRun:
             if self.sync.adopt == "carry":
                 learner.snapshots.setdefault(question.fragment, {})[answer.at.steps] = values
             learner.exchange.given(answer)
-            delta = self._through_codec(self.sync.send, learner.base[question.fragment] - values)
-            self.sent_bytes += codecs.codec(self.sync.send).size_bytes(values.numel())
+            delta = self._sent(learner, question.fragment, answer.at.steps, values)
             offer = m.Contributed(
                 learner.name, question.fragment, question.step, answer.base, answer.steps, answer.tokens, answer.at.steps
             )
             self._at(self.now + self._delay, lambda offer=offer, delta=delta: self._arrive(offer, delta))
+
+    def _sent(self, learner: SequentialLearner, fragment: int, at_step: int, values: Tensor) -> Tensor:
+        """What arrives of a learner's progress."""
+        codec, feedback = codecs.codec(self.sync.send), learner.feedback[fragment]
+        progress = learner.base[fragment] - values
+        missing = feedback.missing if feedback is not None else None
+        data = codec.encode(progress if missing is None else progress + missing)
+        self.sent_bytes += data.numel()
+        sent = codec.decode(data, values.numel())
+        if feedback is not None:
+            feedback.sent(at_step, progress, sent)
+        return sent
 
     def _arrive(self, offer: m.Contributed, delta: Tensor) -> None:
         if self.core.why_refused(offer) is None:
@@ -336,10 +346,11 @@ class SequentialRun:
 
     def _merge(self, order: m.Merge) -> None:
         deltas = [self._deltas.pop((order.fragment, share.name)) for share in order.shares]
-        self.states[order.fragment] = merge(
+        before = self.states[order.fragment]
+        after = merge(
             self.layout,
             self.layout.fragments[order.fragment],
-            self.states[order.fragment],
+            before,
             deltas,
             [share.weight for share in order.shares],
             radial=self.sync.merge == "radial",
@@ -347,12 +358,14 @@ class SequentialRun:
             momentum=order.outer_momentum,
             presence=order.presence,
         )
+        self.states[order.fragment], data = publish(before, after, codecs.codec(self.sync.publish))
+        self.published_bytes += data.numel()
         self.members.append(len(order.shares))
         self._at(self.now, lambda: self._dispatch(m.Stored(order.fragment, order.version)))
 
     def _announce(self, learner: SequentialLearner, action: m.Announce, counted: int) -> None:
         version = Version(action.fragment, action.version, action.step, counted)
-        values = self._through_codec(self.sync.publish, self.states[action.fragment].values)
+        values = self.states[action.fragment].public
         life = learner.life
 
         def arrive() -> None:
@@ -394,8 +407,9 @@ class SequentialRun:
         self._dispatch(m.Joined(learner.name, f"{learner.name}-{learner.life}"))
         learner.ready.clear()
         for index, version in enumerate(versions):
-            values = self._through_codec(self.sync.publish, self.states[index].values)
+            values = self.states[index].public
             learner.base[index] = values
+            learner.feedback[index] = Feedback(KEPT_GIVES) if self._with_feedback else None
             adopt, self.sync = self.sync, dataclasses.replace(self.sync, adopt="overwrite")
             self._write(learner.weights, index, values)
             self.sync = adopt

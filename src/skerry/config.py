@@ -23,6 +23,7 @@ else:
     import tomli as tomllib
 
 Algorithm = Literal["decoupled", "streaming", "diloco", "dp"]
+CodecName = Literal["fp32", "bf16", "fp8", "int8", "int4", "e3m0", "topk1", "topk3"]
 
 
 def _require(ok: bool, name: str, value: object, requirement: str) -> None:
@@ -92,10 +93,12 @@ class SyncConfig:
     """What an island does with a merged fragment: take it, mix it in, or add its progress since the snapshot to it."""
     blend: float = 0.5
     """Share of the global value when adopt = "blend"."""
-    send: Literal["fp32", "bf16"] = "bf16"
-    """Encoding of contributions, which are differences."""
-    publish: Literal["fp32", "bf16"] = "fp32"
-    """Encoding of merged fragments, which are values."""
+    send: CodecName = "bf16"
+    """Encoding of contributions, which are differences to the version the learner holds."""
+    publish: CodecName = "fp32"
+    """Encoding of merged fragments: values in fp32, differences to the version before in all others."""
+    feedback: Literal["auto", "always", "never"] = "auto"
+    """Whether what the encoding of a contribution leaves out is added to the next one. By itself for topk1 and topk3."""
     start_with: int = 1
     """How many learners must have joined before any of them starts training."""
     budget_tokens: int = 0

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from google.protobuf.message import Message
 
+from skerry.core.codec import byte_tensor, codec
 from skerry.observe.ledger import audit_run
 from skerry.syncer.run_folder import read_tape
 from skerry.wire import skerry_pb2 as pb
@@ -27,8 +29,8 @@ class Checks:
         self._world = world
         self._newest = [0] * world.sync.fragments
         """Of each fragment, what any learner was ever told."""
-        self._checksums: dict[tuple[int, int], int] = {}
-        self._values: dict[tuple[int, int], np.ndarray] = {}
+        self._values: dict[tuple[int, int], torch.Tensor] = {}
+        """(fragment, version) → as it was handed out."""
         self._uploads: dict[tuple[str, int, int], np.ndarray] = {}
         """(session, fragment, its steps up to then) → what was given."""
         self._answered: dict[tuple[str, int], int] = {}
@@ -77,17 +79,34 @@ class Checks:
         if header.fragment >= self._world.sync.fragments:
             return
         key = (header.fragment, header.version)
-        if self._checksums.setdefault(key, header.checksum) != header.checksum:
+        received = byte_tensor(memoryview(chunk))
+        if header.HasField("since"):
+            values = self._values[header.fragment, header.since]
+            for difference in torch.split(received, len(chunk) // (header.version - header.since)):
+                values = values + codec(header.codec).decode(difference, values.numel())
+        else:
+            values = received.view(torch.float32)
+        if not torch.equal(self._values.setdefault(key, values), values):
             self.fail(f"version {header.version} of fragment {header.fragment} was another one before")
-        self._values[key] = np.frombuffer(chunk, dtype=np.float32).astype(np.float64)
+
+    def held(self) -> None:
+        """What learners hold as a version is what was handed out as that version."""
+        for island in self._world.islands.values():
+            if not island.alive or island.learner is None:
+                continue
+            for fragment, held in enumerate(island.learner._exchange.held):
+                values = island.learner._replica.held(fragment)
+                if held.version >= 0 and not torch.equal(values, self._values[fragment, held.version]):
+                    self.fail(f"{island.name} holds something else as version {held.version} of fragment {fragment}")
 
     def given(self, session: str, message: Message) -> None:
         if isinstance(message, pb.ToSyncer) and message.HasField("nothing"):
             self._answered[session, message.nothing.fragment] = message.nothing.step
         if isinstance(message, pb.BulkToSyncer) and message.HasField("upload"):
             header = message.upload
-            delta = np.frombuffer(message.chunk, dtype=np.float32).astype(np.float64)
-            self._uploads[session, header.fragment, header.upto] = delta
+            numel = self._values[header.fragment, header.base].numel()
+            delta = codec(header.codec).decode(byte_tensor(memoryview(message.chunk)), numel)
+            self._uploads[session, header.fragment, header.upto] = delta.double().numpy()
 
     # ------------------------------------------------------------ on the tape
 
@@ -148,11 +167,13 @@ class Checks:
         """The weighted mean of what was given, in double precision, from the version before."""
         fragment, version = merge["fragment"], merge["version"]
         before, after = self._values.get((fragment, version - 1)), self._values.get((fragment, version))
+        if self._world.sync.publish != "fp32":
+            return
         deltas = [self._uploads.get((share["session"], fragment, share["upto"])) for share in merge["shares"]]
         if before is None or after is None or any(delta is None for delta in deltas):
             return
         weights = np.array([share["weight"] for share in merge["shares"]])
         mean = sum(w * d for w, d in zip(weights / weights.sum(), deltas, strict=True) if d is not None)
-        expected = before - merge["outer_lr"] * merge["presence"] * mean
-        if not np.allclose(after, expected, rtol=1e-4, atol=1e-6):
-            self.fail(f"version {version} of fragment {fragment} is not what was merged: {after - expected}")
+        expected = before.double().numpy() - merge["outer_lr"] * merge["presence"] * mean
+        if not np.allclose(after.double().numpy(), expected, rtol=1e-4, atol=1e-6):
+            self.fail(f"version {version} of fragment {fragment} is not what was merged: {after.double().numpy() - expected}")

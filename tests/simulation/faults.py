@@ -26,7 +26,6 @@ def settings(chance: random.Random) -> SyncConfig:
         merge="mean",
         outer_lr=chance.choice([0.7, 1.0]),
         outer_momentum=0.0,
-        send="fp32",
         start_with=chance.randint(1, 2),
         silence_s=chance.choice([2.0, 5.0]),
         budget_tokens=chance.choice([600, 1500]),
@@ -40,6 +39,12 @@ def simulate(seed: int, root: Path, storm: bool = False) -> World:
     """A short run with a few faults; or a longer one with a dozen of them in every second."""
     chance = random.Random(f"{'storm' if storm else 'settings'} {seed}")
     sync = settings(chance)
+    codecs = random.Random(f"codecs {seed}")
+    sync = dataclasses.replace(
+        sync,
+        send=codecs.choice(["fp32", "fp32", "int8", "topk3"]),
+        publish=codecs.choice(["fp32", "fp32", "bf16", "int4"]),
+    )
     if storm:
         sync = dataclasses.replace(sync, budget_tokens=3000)
     world = World(seed, sync, chance.randint(2, 4), root)

@@ -304,6 +304,7 @@ class World:
             self.loop.call_later(self.chance.uniform(0.0, 1.0), self.start_island, f"island-{number}")
         while not self.ended:
             await asyncio.sleep(0.5)
+            self.checks.held()
             if self.loop.time() > TIME_S:
                 raise Stuck(f"the run has not ended after {TIME_S:.0f} s")
             if self.errors:

@@ -6,6 +6,7 @@ with SKERRY_CHAOS_DIR set.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import logging
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from skerry.learner.learner import Learner
-    from skerry.learner.replica import Arrival
+    from skerry.learner.replica import Snapshot
 
 log = logging.getLogger("skerry.chaos")
 
@@ -33,7 +36,7 @@ class Inflicted:
         self._part = part
         self._stamp: tuple[int, int] | None = None
         self._found: dict[str, float] = {}
-        self._told_first: dict[int, Any] = {}
+        self._told_first: dict[int, Tensor] = {}
         self._woke_at = time.monotonic()
 
     @staticmethod
@@ -86,31 +89,37 @@ class Inflicted:
                 time.sleep((factor - 1) * (time.monotonic() - self._woke_at))
             self._woke_at = time.monotonic()
 
-        def suffer_snapshot(index: int, at_step: int) -> Arrival:
-            return self.spoiled(index, snapshot(index, at_step))
+        def suffer_snapshot(index: int, at_step: int) -> Snapshot:
+            return self.spoiled(snapshot(index, at_step))
 
         learner._step_done = suffer_step  # type: ignore[method-assign]
         replica.snapshot = suffer_snapshot  # type: ignore[method-assign]
         self._woke_at = time.monotonic()
 
-    def spoiled(self, index: int, arrived: Arrival) -> Arrival:
+    def spoiled(self, snapshot: Snapshot) -> Snapshot:
         """What is sent instead of a snapshot: progress that is not a number, too large, or sent before."""
         found = self.read()
         if not {"nan", "inf", "explode", "stale"} & found.keys():
-            return arrived
+            return snapshot
 
-        def instead() -> Any:
-            base, values = arrived()
+        def instead() -> Tensor:
+            import torch
+
+            progress = snapshot.progress()
+            if progress.is_cuda:
+                torch.cuda.synchronize(progress.device)  # it is made, and will be used, in another stream than this one
             if "stale" in found:
-                base, values = self._told_first.setdefault(index, (base, values))
+                progress = self._told_first.setdefault(snapshot.fragment, progress)
             if "explode" in found:
-                values = base - found["explode"] * (base - values)
+                progress = found["explode"] * progress
             for kind in ("nan", "inf"):
                 if kind in found:
-                    values = values.new_full(values.shape, float(kind))
-            return base, values
+                    progress = progress.new_full(progress.shape, float(kind))
+            if progress.is_cuda:
+                torch.cuda.synchronize(progress.device)
+            return progress
 
-        return instead
+        return dataclasses.replace(snapshot, progress=instead)
 
 
 def attach_to_syncer(inflicted: Inflicted) -> None:

@@ -1,60 +1,78 @@
-"""How a flat fp32 vector becomes bytes and back. The wire declares codec, size and checksum; this module makes the bytes."""
+"""How a flat fp32 vector becomes bytes and back. The wire declares codec, size and checksum; this module knows which there are.
+
+A codec works on the device the vector is on, and gives the same bytes on every device: it is made of operations that IEEE 754
+rounds in one way only, and of sums that do not depend on their order.
+"""
 
 from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from skerry.core.block_codecs import E3M0, Fp8, Int4, Int8
+from skerry.core.topk_codec import TopK
 from skerry.errors import WireError
 
 if sys.byteorder != "little":  # pragma: no cover - no such machine is supported by torch wheels
     raise ImportError("Skerry's wire format is little-endian and this machine is not")
 
 
-@dataclass(frozen=True)
-class Codec:
-    name: str
-    size_bytes: Callable[[int], int]
-    """Bytes of a vector with that many elements."""
-    encode: Callable[[Tensor], memoryview]
-    decode: Callable[[memoryview, int], Tensor]
+class Codec(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def exact(self) -> bool:
+        """Nothing is lost, so values can be sent as they are. With any other codec differences are sent, which are small."""
+        ...
+
+    @property
+    def needs_feedback(self) -> bool:
+        """It leaves out so much that what it left out has to be sent later."""
+        ...
+
+    def size_bytes(self, numel: int) -> int:
+        """Bytes of a vector with that many elements."""
+        ...
+
+    def encode(self, vector: Tensor) -> Tensor:
+        """Bytes, as a flat uint8 tensor on the vector's device. They may share the vector's memory."""
+        ...
+
+    def decode(self, data: Tensor, numel: int) -> Tensor:
+        """The vector again, in fp32, on the device of the bytes. It may share their memory. What was not finite when it was
+        encoded is not finite now, though its neighbours may not be either."""
+        ...
 
 
-def raw_bytes(vector: Tensor) -> memoryview:
-    """A contiguous vector's memory, not copied."""
-    view: memoryview = vector.view(torch.uint8).numpy().data
-    return view.cast("B")
+class Cast:
+    """Elements in another type."""
+
+    needs_feedback = False
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self.exact = dtype == torch.float32
+        self._dtype = dtype
+
+    def size_bytes(self, numel: int) -> int:
+        return self._dtype.itemsize * numel
+
+    def encode(self, vector: Tensor) -> Tensor:
+        return vector.to(self._dtype).contiguous().view(torch.uint8)
+
+    def decode(self, data: Tensor, numel: int) -> Tensor:
+        return data.view(self._dtype).float()
 
 
-def _raw(vector: Tensor) -> memoryview:
-    return raw_bytes(vector.contiguous())
-
-
-def _from_raw(data: memoryview, numel: int, dtype: torch.dtype) -> Tensor:
-    if numel == 0:
-        return torch.empty(0, dtype=torch.float32)
-    # A copy, because the received buffer may be read-only or reused.
-    return torch.frombuffer(bytearray(data), dtype=dtype, count=numel).float()
-
-
-_CODECS = {
-    "fp32": Codec(
-        "fp32",
-        lambda numel: 4 * numel,
-        lambda vector: _raw(vector.float()),
-        lambda data, numel: _from_raw(data, numel, torch.float32),
-    ),
-    "bf16": Codec(
-        "bf16",
-        lambda numel: 2 * numel,
-        lambda vector: _raw(vector.to(torch.bfloat16)),
-        lambda data, numel: _from_raw(data, numel, torch.bfloat16),
-    ),
+FP32 = Cast("fp32", torch.float32)
+_CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (FP32, Cast("bf16", torch.bfloat16), Fp8(), Int8(), Int4(), E3M0(), TopK("topk1", 40), TopK("topk3", 120))
 }
 
 
@@ -63,6 +81,19 @@ def codec(name: str) -> Codec:
     if found is None:
         raise WireError(f"codec must be one of {', '.join(_CODECS)}, got {name!r}")
     return found
+
+
+def raw_bytes(vector: Tensor) -> memoryview:
+    """A contiguous vector's memory, not copied."""
+    view: memoryview = vector.view(torch.uint8).numpy().data
+    return view.cast("B")
+
+
+def byte_tensor(data: memoryview) -> Tensor:
+    """Bytes as a tensor, not copied if they may be written to."""
+    if len(data) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
 
 
 def checksum(data: memoryview | bytes | bytearray, before: int = 0) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from skerry.core.codec import Codec
 from skerry.core.fragment import Fragment, Layout
 
 
@@ -22,10 +23,29 @@ class FragmentState:
 
     values: Tensor
     momentum: Tensor
+    shown: Tensor | None = None
+    """The values as learners have them, if what is published is not exact: see `publish`."""
 
     @staticmethod
     def fresh(values: Tensor) -> FragmentState:
         return FragmentState(values, torch.zeros_like(values))
+
+    @property
+    def public(self) -> Tensor:
+        return self.values if self.shown is None else self.shown
+
+
+def publish(before: FragmentState, after: FragmentState, codec: Codec) -> tuple[FragmentState, Tensor]:
+    """The next version as learners get it, and the bytes that take those who hold the one before there.
+
+    An exact codec sends values. Any other sends the difference to what learners have, and so what one version could not
+    express comes with the next.
+    """
+    if codec.exact:
+        return FragmentState(after.values, after.momentum), codec.encode(after.values)
+    data = codec.encode(after.values - before.public)
+    shown = before.public + codec.decode(data, after.values.numel())
+    return FragmentState(after.values, after.momentum, shown), data
 
 
 def weight(tokens: int, steps: int) -> float:

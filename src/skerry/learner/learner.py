@@ -142,7 +142,9 @@ class Learner:
     def progress(self) -> float:
         """Share of the run's budget that is spent; 0 for a run without a budget."""
         budget = self._exchange.sync.budget_tokens
-        return min(1.0, self._run_tokens / budget) if budget else 0.0
+        # Of a step all is settled when it begins. When there are no more steps, what was heard last counts.
+        tokens = self._link.run_tokens if self.finished else self._run_tokens
+        return min(1.0, tokens / budget) if budget else 0.0
 
     # ------------------------------------------------------------ what a loop may tell
 
@@ -347,7 +349,7 @@ def adopt_ready(link: Link) -> None:
             continue
         if not adopted:
             replica.before_write()
-        whole = replica.adopt(version.fragment, prepared, exchange.uncounted_since(version).steps)
+        whole = replica.adopt(version.fragment, prepared, exchange.uncounted_since(version).steps, version.counted)
         link.journal.adopted(exchange.totals.steps, version.fragment, version.version, whole)
         exchange.adopted(version)
         adopted = True

@@ -27,7 +27,7 @@ from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
 from skerry.learner.journal import Journal
 from skerry.learner.pace import Pace
-from skerry.learner.replica import Arrival, Prepared, Replica
+from skerry.learner.replica import Prepared, Replica, Snapshot
 from skerry.learner.state_courier import StateCourier
 from skerry.learner.transfers import Transfers
 from skerry.learner.workers import DaemonWorkers
@@ -66,7 +66,7 @@ class Link:
         self.exchange: Exchange | None = None
         self.replica: Replica | None = None
         self.prepared: dict[int, Prepared] = {}
-        self.staged: dict[int, Arrival] = {}
+        self.staged: dict[int, Snapshot] = {}
         """In lock-step: snapshots the training thread took when fragments were due."""
         self.slot = 0
         self.run_tokens = 0

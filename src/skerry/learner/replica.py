@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from skerry.config import SyncConfig
 from skerry.core.exchange import KEPT_GIVES
+from skerry.core.feedback import Feedback
 from skerry.core.fragment import Fragment, Layout
+from skerry.core.fragment_codec import fragment_codec
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError
 
@@ -27,8 +29,17 @@ QUICK_NUMEL = 1 << 19
 GATE_S = 0.2
 HALF_STEP_S, RETRY_GATE_S = 1.0, 0.001
 
-Arrival = Callable[[], tuple[Tensor, Tensor]]
-"""Waits for a snapshot's copy to arrive on the host, then gives (base, values)."""
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A fragment as it was at one moment between two steps."""
+
+    fragment: int
+    at_step: int
+    missing: Tensor | None
+    """What earlier contributions left out, as far as that was known then."""
+    progress: Callable[[], Tensor]
+    """Works out the version held minus what the model had, on the model's device."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +47,14 @@ class Prepared:
     """A version ready to be put into the model at a step boundary."""
 
     values: Tensor
-    base: Tensor
-    """The version as the model's type can hold it, on the host: what later progress is counted from. With `blend` the model
-    then holds a mixture, and what it keeps of its own counts as progress again, as in Streaming DiLoCo."""
+    """On the host, as the syncer has them. With `blend` the model then holds a mixture, and what it keeps of its own counts as
+    progress again, as in Streaming DiLoCo."""
     change: Tensor
     """On the model's device: the values, or for `carry` what is to be added to the parameters."""
-    since: Tensor | None
-    """For `carry`: what `change` was computed against."""
     event: Any
     """On a GPU: `change` has arrived."""
+    since: Tensor | None
+    """For `carry`: what `change` was computed against."""
 
 
 class Replica:
@@ -52,8 +62,13 @@ class Replica:
         self.layout = layout
         self._sync = sync
         self._tensors = [tensor.detach() for _, tensor in model_tensors(model)]
-        self._base: list[Tensor | None] = [None] * len(layout.fragments)
-        # For `carry`: snapshots that were given, by the learner's count of steps at that moment.
+        self._codecs = [fragment_codec(sync.send, layout, fragment) for fragment in layout.fragments]
+        self._held: list[Tensor | None] = [None] * len(layout.fragments)
+        """The version adopted last, as the syncer has it, on the host."""
+        with_feedback = [sync.feedback == "always" or (sync.feedback == "auto" and c.needs_feedback) for c in self._codecs]
+        self._feedback = [Feedback(KEPT_GIVES) if wanted else None for wanted in with_feedback]
+        self._feedback_lock = threading.Lock()
+        # For `carry`: snapshots that were given, by the learner's count of steps at that moment, on the model's device.
         self._given: list[dict[int, Tensor]] = [{} for _ in layout.fragments]
         self._start_whole = [True] * len(layout.fragments)
         """The next version is taken as it is, whatever the rule: nothing here is progress since another one."""
@@ -66,8 +81,9 @@ class Replica:
             raise ConfigError(f"all trained tensors of an island must be on one CPU or CUDA device, got {names}")
         self.device = next(iter(devices))
         self._cuda = self.device.type == "cuda"
-        self.quick = not self._cuda and max(fragment.numel for fragment in layout.fragments) <= QUICK_NUMEL
-        """To copy a fragment takes less time than to have another thread do it."""
+        quick_numel = QUICK_NUMEL if sync.send in ("fp32", "bf16") and sync.publish in ("fp32", "bf16") else QUICK_NUMEL // 8
+        self.quick = not self._cuda and max(fragment.numel for fragment in layout.fragments) <= quick_numel
+        """To copy and encode a fragment takes less time than to have another thread do it."""
         self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._written: Any = None
         self._being_read: list[Any] = []
@@ -91,9 +107,9 @@ class Replica:
         if self._cuda:
             self._written = _recorded(torch.cuda.current_stream(self.device))
 
-    def adopt(self, index: int, prepared: Prepared, since_step: int) -> bool:
-        """Put a version into the model, holding the gate. For `carry`, progress up to `since_step` is part of it. Says
-        whether it was taken whole, whatever the rule."""
+    def adopt(self, index: int, prepared: Prepared, since_step: int, counted: int) -> bool:
+        """Put a version into the model, holding the gate. It contains this learner's progress up to `counted`; for `carry`,
+        what came after `since_step` is kept. Says whether it was taken whole, whatever the rule."""
         change, event = prepared.change, prepared.event
         whole, self._start_whole[index] = self._start_whole[index], False
         if whole:
@@ -104,7 +120,7 @@ class Replica:
             since = self._since(index, since_step)
             if since is not prepared.since:
                 # Another version was adopted after this one was prepared.
-                change, event = self._to_device(prepared.values - self._or_current(index, since))
+                change, event = self._difference(index, prepared.values, since)
         with torch.no_grad():
             if self._cuda:
                 current = torch.cuda.current_stream(self.device)
@@ -113,27 +129,39 @@ class Replica:
             self._write(self.layout.fragments[index], change, "overwrite" if whole else self._sync.adopt)
         if self._sync.adopt == "carry":
             # What was given but is not part of this version moves along with the parameters.
-            left = {at: given for at, given in self._given[index].items() if at > since_step}
-            moved = change.cpu() if left else change
-            if left and self._cuda:
-                self._stream.synchronize()  # snapshots may still be on their way to the host
-            self._given[index] = {at: given + moved for at, given in left.items()}
-        self._base[index] = prepared.base
+            with self._on_side():
+                self._given[index] = {at: given + change for at, given in self._given[index].items() if at > since_step}
+        feedback = self._feedback[index]
+        if feedback is not None:
+            with self._on_side(), self._feedback_lock:
+                feedback.merged(counted)
+        self._held[index] = prepared.values
         return whole
 
     def _since(self, index: int, step: int) -> Tensor | None:
         """The values progress is counted from: those given at that step, or the version held."""
-        return self._given[index].get(step, self._base[index])
+        return self._given[index].get(step, self._held[index])
 
-    def _or_current(self, index: int, since: Tensor | None) -> Tensor:
-        return since if since is not None else torch.cat(self._read(self.layout.fragments[index])).cpu()
+    def _difference(self, index: int, values: Tensor, since: Tensor | None) -> tuple[Tensor, Any]:
+        with self._on_side():
+            if since is None:
+                before = torch.cat(self._read(self.layout.fragments[index]))
+            else:
+                before = self._as_model(index, since) if since is self._held[index] else since
+            change = values.to(self.device, non_blocking=True) - before.to(self.device, non_blocking=True)
+            return change, self._recorded()
 
     def _to_device(self, flat: Tensor) -> tuple[Tensor, Any]:
-        if not self._cuda:
-            return flat, None
-        with torch.cuda.stream(self._stream):
-            moved = flat.pin_memory().to(self.device, non_blocking=True)
-            return moved, _recorded(self._stream)
+        with self._on_side():
+            return flat.to(self.device, non_blocking=True), self._recorded()
+
+    def _on_side(self) -> contextlib.AbstractContextManager[Any]:
+        """Work inside is done beside that of the training thread, on a GPU."""
+        return torch.cuda.stream(self._stream) if self._cuda else contextlib.nullcontext()
+
+    def _recorded(self) -> Any:
+        """On a GPU: what the other stream has been given so far."""
+        return _recorded(self._stream) if self._cuda else None
 
     def start_over(self) -> None:
         """What was learnt since the versions held does not count, and must not stay in the model."""
@@ -189,32 +217,56 @@ class Replica:
         finally:
             self.gate.release()
 
-    def snapshot(self, index: int, at_step: int) -> Arrival:
-        """Copy a fragment as it is now, holding the gate. The result gives (base, values) once the copy has arrived."""
-        fragment = self.layout.fragments[index]
-        base = self._base[index]
-        assert base is not None, "a snapshot before the first adoption"
-        event: Any = None
-        if self._cuda:
-            values = torch.empty(fragment.numel, pin_memory=True)
-            with torch.cuda.stream(self._stream):
-                if self._written is not None:
-                    self._stream.wait_event(self._written)
-                values.copy_(torch.cat(self._read(fragment)), non_blocking=True)
-                event = _recorded(self._stream)
-            self._being_read.append(event)
-        else:
-            values = torch.cat(self._read(fragment))
+    def snapshot(self, index: int, at_step: int) -> Snapshot:
+        """Copy a fragment as it is now, holding the gate."""
+        held, feedback = self._held[index], self._feedback[index]
+        assert held is not None, "a snapshot before the first adoption"
+        with self._on_side():
+            if self._written is not None:
+                self._stream.wait_event(self._written)
+            values = torch.cat(self._read(self.layout.fragments[index]))
+            if self._cuda:
+                self._being_read.append(self._recorded())
         if self._sync.adopt == "carry":
             kept = {**self._given[index], at_step: values}
             self._given[index] = dict(list(kept.items())[-KEPT_GIVES:])
 
-        def arrived() -> tuple[Tensor, Tensor]:
-            if event is not None:
-                event.synchronize()
-            return base, values
+        def progress() -> Tensor:
+            with self._on_side():
+                return self._as_model(index, held).to(self.device, non_blocking=True) - values
 
+        return Snapshot(index, at_step, feedback.missing if feedback is not None else None, progress)
+
+    def encode(self, snapshot: Snapshot) -> Tensor:
+        """The bytes of a contribution, on the host. On a GPU it is encoded there, so that only they cross over."""
+        codec, feedback = self._codecs[snapshot.fragment], self._feedback[snapshot.fragment]
+        progress = snapshot.progress()
+        with self._on_side():
+            data = codec.encode(progress if snapshot.missing is None else progress + snapshot.missing)
+            if feedback is not None:
+                sent = codec.decode(data, progress.numel())
+                with self._feedback_lock:
+                    feedback.sent(snapshot.at_step, progress, sent)
+            if not self._cuda:
+                return data
+            arrived = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
+            arrived.copy_(data, non_blocking=True)
+            event = self._recorded()
+        event.synchronize()
         return arrived
+
+    def held(self, index: int) -> Tensor | None:
+        return self._held[index]
+
+    def _as_model(self, index: int, values: Tensor) -> Tensor:
+        """A version as the model's types can hold it: progress counted from unrounded values would contain the rounding."""
+        pieces = self.layout.fragments[index].pieces
+        types = [self._tensors[piece.tensor].dtype for piece in pieces]
+        if all(dtype == torch.float32 for dtype in types):
+            return values
+        parts = torch.split(values, [piece.numel for piece in pieces])
+        rounded = torch.cat([part.to(dtype).float() for part, dtype in zip(parts, types, strict=True)])
+        return rounded.pin_memory() if self._cuda else rounded
 
     def copy_out(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Copy tensors that only the optimizer writes, holding the gate. The result gives the copies once they have arrived."""
@@ -236,20 +288,12 @@ class Replica:
 
     def prepare(self, index: int, values: Tensor, since_step: int) -> Prepared:
         """Make a version ready for adoption, off the training thread."""
-        fragment = self.layout.fragments[index]
-        base = values.clone()
-        at = 0
-        for piece in fragment.pieces:
-            # A model in bf16 holds rounded values; progress counted from unrounded ones would contain the rounding.
-            here = slice(at, at + piece.numel)
-            base[here] = values[here].to(self._tensors[piece.tensor].dtype).float()
-            at += piece.numel
-        change, since = values, None
-        if self._sync.adopt == "carry":
-            since = self._since(index, since_step)
-            change = values - self._or_current(index, since)
-        change, event = self._to_device(change)
-        return Prepared(values, base, change, since, event)
+        if self._cuda:
+            values = values.pin_memory()
+        if self._sync.adopt != "carry":
+            return Prepared(values, *self._to_device(values), None)
+        since = self._since(index, since_step)
+        return Prepared(values, *self._difference(index, values, since), since)
 
 
 def _recorded(stream: Any) -> Any:

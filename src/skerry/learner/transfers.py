@@ -6,12 +6,15 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors.torch import load
+from torch import Tensor
 
-from skerry.core import codec as codecs
+from skerry.core.codec import FP32, Codec, byte_tensor, checksum, raw_bytes
 from skerry.core.exchange import Give, GiveNothing, Question, Version
+from skerry.core.fragment_codec import fragment_codec
 from skerry.errors import WireError
-from skerry.learner.replica import Arrival, Prepared
+from skerry.learner.replica import Prepared, Snapshot
 from skerry.wire import skerry_pb2 as pb
 
 if TYPE_CHECKING:
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("skerry.learner")
 
 RETRY_TRANSFER_S = 0.5
+MAX_DIFFERENCES = 64
+"""A version that came out so long ago is sent whole."""
 Encoded = tuple[Give, memoryview, int]
 """An answer, its bytes and their checksum."""
 
@@ -68,7 +73,7 @@ class Transfers:
         be answered; then encoded."""
         link, exchange, replica = self._link, self._link.exchange, self._link.replica
         assert exchange is not None and replica is not None
-        taken: list[tuple[Give, Arrival]] = []
+        taken: list[tuple[Give, Snapshot]] = []
         nothings: list[Question] = []
         try:
             with link.changed:
@@ -77,17 +82,15 @@ class Transfers:
                         nothings.append(answer.question)
                         continue
                     fragment = answer.question.fragment
-                    arrived = link.staged.get(fragment) if answer.staged else None
-                    taken.append((answer, arrived or replica.snapshot(fragment, answer.at.steps)))
+                    snapshot = link.staged.get(fragment) if answer.staged else None
+                    taken.append((answer, snapshot or replica.snapshot(fragment, answer.at.steps)))
                     exchange.given(answer)
         finally:
             replica.gate.release()
-        codec = codecs.codec(exchange.sync.send)
         gives = []
-        for give, arrived in taken:
-            base, values = arrived()
-            data = codec.encode(base - values)
-            gives.append((give, data, codecs.checksum(data)))
+        for give, snapshot in taken:
+            data = raw_bytes(replica.encode(snapshot))
+            gives.append((give, data, checksum(data)))
         return gives, nothings
 
     async def _upload(self, give: Give, data: memoryview, crc: int) -> None:
@@ -133,8 +136,11 @@ class Transfers:
         link, exchange, replica = self._link, self._link.exchange, self._link.replica
         assert exchange is not None and replica is not None
         fragment = version.fragment
+        with link.changed:
+            have, values_had = self._newest_here(fragment)
+        wanted = pb.Fetch(fragment=fragment, version=version.version, have=have)
         try:
-            name, data = await self._download(fragment, version.version)
+            header, data = await self._download(wanted)
         except WireError as error:
             log.debug("%s: fragment %d was not fetched: %s", link.name, fragment, error)
             link.again(RETRY_TRANSFER_S, lambda: exchange.fetch_failed(version))
@@ -144,7 +150,7 @@ class Transfers:
             since_step = exchange.uncounted_since(version).steps
 
         def decode() -> Prepared:
-            values = codecs.codec(name).decode(data, replica.layout.fragments[fragment].numel)
+            values = self._decode(header, data, values_had)
             return replica.prepare(fragment, values, since_step)
 
         prepared = decode() if replica.quick else await link.off_loop(decode)
@@ -159,7 +165,7 @@ class Transfers:
         link, replica = self._link, self._link.replica
         assert replica is not None
         try:
-            _, data = await self._download(part, 0)
+            _, data = await self._download(pb.Fetch(fragment=part, version=0))
         except WireError as error:
             log.debug("%s: the fixed part was not fetched: %s", link.name, error)
             link.again(RETRY_TRANSFER_S, lambda: link.spawn(self.fetch_fixed(part)) if link.connected else None)
@@ -170,19 +176,56 @@ class Transfers:
             link.changed.notify_all()
         link.pump()
 
-    async def _download(self, part: int, version: int) -> tuple[str, memoryview]:
+    def _newest_here(self, fragment: int) -> tuple[int | None, Tensor | None]:
+        """The newest version of a fragment that is whole here, waiting to be adopted or in the model."""
+        link, exchange, replica = self._link, self._link.exchange, self._link.replica
+        assert exchange is not None and replica is not None
+        held = exchange.held[fragment]
+        if held.fetched is not None and fragment in link.prepared:
+            return held.fetched.version, link.prepared[fragment].values
+        return (held.version, replica.held(fragment)) if held.version >= 0 else (None, None)
+
+    def _decode(self, header: pb.Fetched, data: memoryview, had: Tensor | None) -> Tensor:
+        codec, numel = self._codec(header)
+        received = byte_tensor(data)
+        if not header.HasField("since"):
+            return codec.decode(received, numel)
+        assert had is not None
+        values = had
+        for difference in torch.split(received, codec.size_bytes(numel)):
+            values = values + codec.decode(difference, numel)
+        return values
+
+    def _codec(self, header: pb.Fetched) -> tuple[Codec, int]:
+        """Of a fragment's version, and the number of its elements."""
+        assert self._link.replica is not None and self._link.exchange is not None
+        layout = self._link.replica.layout
+        fragment = layout.fragments[header.fragment]
+        name = self._link.exchange.sync.publish if header.HasField("since") else FP32.name
+        if header.codec != name:
+            raise WireError(f"fragment {header.fragment} should be in {name}, {header.codec!r} declared")
+        return fragment_codec(name, layout, fragment), fragment.numel
+
+    async def _download(self, wanted: pb.Fetch) -> tuple[pb.Fetched, memoryview]:
         lane = self._link.lane
         assert lane is not None
-        return await lane.fetch(part, version, lambda header: self._check_size(part, header), self._link.count_received)
+        return await lane.fetch(wanted, lambda header: self._check_size(wanted, header), self._link.count_received)
 
-    def _check_size(self, part: int, header: pb.Fetched) -> None:
+    def _check_size(self, wanted: pb.Fetch, header: pb.Fetched) -> None:
         assert self._link.replica is not None
         layout = self._link.replica.layout
-        if part == len(layout.fragments):
+        if wanted.fragment == len(layout.fragments):
             limit = (1 << 20) + 9 * sum(spec.numel for spec in layout.tensors) + 1024 * len(layout.tensors)
             if header.codec != "safetensors" or header.size_bytes > limit:
                 raise WireError(f"the fixed part is declared as {header.size_bytes} bytes of {header.codec!r}")
             return
-        expected = codecs.codec(header.codec).size_bytes(layout.fragments[part].numel)
+        codec, numel = self._codec(header)
+        differences = 1
+        if header.HasField("since"):
+            differences = wanted.version - header.since
+            if not wanted.HasField("have") or header.since != wanted.have or differences > MAX_DIFFERENCES:
+                raise WireError(f"fragment {wanted.fragment} was sent as differences to version {header.since}")
+        expected = differences * codec.size_bytes(numel)
         if header.size_bytes != expected:
-            raise WireError(f"fragment {part} should be {expected} bytes in {header.codec}, {header.size_bytes} declared")
+            what = f"fragment {wanted.fragment} should be {expected} bytes in {header.codec}"
+            raise WireError(f"{what}, {header.size_bytes} declared")

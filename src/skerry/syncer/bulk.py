@@ -6,19 +6,20 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from skerry.config import SyncConfig
-from skerry.core import codec as codecs
 from skerry.core import messages as m
+from skerry.core.codec import FP32, byte_tensor, raw_bytes
 from skerry.core.fragment import Layout
-from skerry.core.merge import FragmentState
+from skerry.core.fragment_codec import fragment_codec
+from skerry.core.merge import FragmentState, publish
 from skerry.core.syncer import SyncerCore
 from skerry.errors import WireError
 from skerry.syncer.lane import MAX_NAME, Lane, Unhealthy, first_message
+from skerry.syncer.published import Published
 from skerry.syncer.relay import Relay
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import cut
@@ -46,24 +47,15 @@ class Host(Protocol):
     def journal(self, name: str, session: str, text: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Published:
-    """A version as every learner fetches it: encoded once."""
-
-    version: int
-    codec: str
-    data: memoryview
-    checksum: int
-
-
 class Bulk:
     def __init__(self, layout: Layout, sync: SyncConfig, fixed: bytes, host: Host) -> None:
         self._layout = layout
         self._sync = sync
         self._host = host
-        self._codec = codecs.codec(sync.send)
+        self._received = [fragment_codec(sync.send, layout, fragment) for fragment in layout.fragments]
+        self._shown = [fragment_codec(sync.publish, layout, fragment) for fragment in layout.fragments]
         self._published: list[Published | None] = [None] * len(layout.fragments)
-        self._published.append(Published(0, "safetensors", memoryview(fixed), codecs.checksum(fixed)))
+        self._published.append(Published(0, "safetensors", memoryview(fixed)))
         self._deltas: dict[tuple[int, str], Tensor] = {}
         self._under_way: set[tuple[str, int]] = set()
         self._last_sent: dict[tuple[str, int], tuple[int, int]] = {}
@@ -72,9 +64,19 @@ class Bulk:
 
     # ------------------------------------------------------------ what merging needs
 
-    def encode(self, version: int, state: FragmentState) -> Published:
-        data = codecs.codec(self._sync.publish).encode(state.values)
-        return Published(version, self._sync.publish, data, codecs.checksum(data))
+    def publish_whole(self, fragment: int, version: int, state: FragmentState) -> None:
+        self._published[fragment] = Published(version, FP32.name, raw_bytes(state.public))
+
+    def encode(
+        self, fragment: int, version: int, before: FragmentState, after: FragmentState
+    ) -> tuple[FragmentState, Published]:
+        """The next version as learners will see it. In any thread; a fragment has one merge at a time."""
+        codec, published = self._shown[fragment], self._published[fragment]
+        assert published is not None
+        state, data = publish(before, after, codec)
+        if codec.exact:
+            return state, Published(version, FP32.name, raw_bytes(data))
+        return state, published.followed_by(version, raw_bytes(state.public), raw_bytes(data), codec.name)
 
     def publish(self, fragment: int, published: Published) -> None:
         self._published[fragment] = published
@@ -135,8 +137,11 @@ class Bulk:
         if published.version != wanted.version:
             header.reason = f"fragment {wanted.fragment} is at version {published.version}, not {wanted.version}"
             return header, nothing
-        header.codec, header.size_bytes, header.checksum = published.codec, len(published.data), published.checksum
-        return header, published.data
+        found = published.find(wanted.have if wanted.HasField("have") else None)
+        header.codec, header.size_bytes, header.checksum = found.codec, len(found.data), found.checksum
+        if found.since is not None:
+            header.since = found.since
+        return header, found.data
 
     # ------------------------------------------------------------ contributions
 
@@ -167,7 +172,7 @@ class Bulk:
             raise WireError(reason)
         if header.codec != self._sync.send:
             raise WireError(f"this run's contributions are {self._sync.send}, got {header.codec!r}")
-        size = self._codec.size_bytes(self._layout.fragments[header.fragment].numel)
+        size = self._received[header.fragment].size_bytes(self._layout.fragments[header.fragment].numel)
         if header.size_bytes != size:
             raise WireError(f"fragment {header.fragment} is {size} bytes in {self._sync.send}, {header.size_bytes} declared")
         return offer
@@ -200,7 +205,7 @@ class Bulk:
     async def take(self, name: str, session: str, header: pb.Upload, data: memoryview) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
         numel = self._layout.fragments[header.fragment].numel
-        delta, norm = await asyncio.get_running_loop().run_in_executor(None, self._decode, data, numel)
+        delta, norm = await asyncio.get_running_loop().run_in_executor(None, self._decode, header.fragment, data)
         # Much may have happened meanwhile.
         if len(self._last_sent) > MAX_REMEMBERED:
             self._last_sent.clear()  # names of learners that came and went; to forget the others costs one look
@@ -217,9 +222,10 @@ class Bulk:
         if why is not None:
             raise Unhealthy(why)
 
-    def _decode(self, data: memoryview, numel: int) -> tuple[Tensor, float]:
+    def _decode(self, fragment: int, data: memoryview) -> tuple[Tensor, float]:
         """The contribution and its norm, which is infinite if there is something in it that no merge could digest."""
-        delta = self._codec.decode(data, numel)
+        numel = self._layout.fragments[fragment].numel
+        delta = self._received[fragment].decode(byte_tensor(data), numel)
         if numel == 0:
             return delta, 0.0
         # NaN compares false, so it is caught too.

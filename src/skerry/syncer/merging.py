@@ -12,8 +12,9 @@ from torch import Tensor
 from skerry.core import messages as m
 from skerry.core.merge import FragmentState, merge
 from skerry.errors import SkerryError
-from skerry.syncer.bulk import Bulk, Published
+from skerry.syncer.bulk import Bulk
 from skerry.syncer.good_copy import GoodCopies
+from skerry.syncer.published import Published
 from skerry.syncer.store import RunStore, Written
 from skerry.syncer.tape import Tape
 
@@ -49,10 +50,11 @@ class Merger:
 
     def _compute(self, order: m.Merge, deltas: list[Tensor]) -> tuple[FragmentState, Published, Written]:
         """A fragment has one merge at a time, so its state stands still meanwhile."""
-        state = merge(
+        before = self._states[order.fragment]
+        after = merge(
             self._layout,
             self._layout.fragments[order.fragment],
-            self._states[order.fragment],
+            before,
             deltas,
             [share.weight for share in order.shares],
             radial=self._radial,
@@ -60,7 +62,11 @@ class Merger:
             momentum=order.outer_momentum,
             presence=order.presence,
         )
-        return state, self._bulk.encode(order.version, state), self._store.write(order, state)
+        return self._made(order, before, after)
+
+    def _made(self, order: m.Merge, before: FragmentState, after: FragmentState) -> tuple[FragmentState, Published, Written]:
+        state, published = self._bulk.encode(order.fragment, order.version, before, after)
+        return state, published, self._store.write(order, state)
 
     async def keep_good(self, step: int) -> m.Event:
         try:
@@ -74,13 +80,13 @@ class Merger:
         blank = m.Merge(order.fragment, order.version, order.step, (), 0.0, 0.0, 0.0)
         try:
             values = await self._in_pool(self._good.read, order.good_step, order.fragment)
-            state = FragmentState.fresh(values)
-            written = await self._in_pool(self._store.write, blank, state)
+            before, after = self._states[order.fragment], FragmentState.fresh(values)
+            state, published, written = await self._in_pool(self._made, blank, before, after)
             await self._tape.commit(written)
         except SkerryError as error:
             return m.StoreFailed(order.fragment, str(error))
         self._states[order.fragment] = state
-        self._bulk.publish(order.fragment, self._bulk.encode(order.version, state))
+        self._bulk.publish(order.fragment, published)
         self._bulk.forget(order.fragment)
         return m.Stored(order.fragment, order.version)
 

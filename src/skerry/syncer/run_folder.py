@@ -133,18 +133,26 @@ def file_name(fragment: int, version: int, attempt: int = 0) -> str:
 
 
 def state_checksum(state: FragmentState) -> int:
-    return checksum(raw_bytes(state.momentum), checksum(raw_bytes(state.values)))
+    found = 0
+    for tensor in _tensors(state).values():
+        found = checksum(raw_bytes(tensor), found)
+    return found
+
+
+def _tensors(state: FragmentState) -> dict[str, Tensor]:
+    found = {"values": state.values, "momentum": state.momentum}
+    return found if state.shown is None else {**found, "shown": state.shown}
 
 
 def write_version(folder: Path, file: str, state: FragmentState) -> None:
-    write_durably(folder / "fragments" / file, save({"values": state.values, "momentum": state.momentum}))
+    write_durably(folder / "fragments" / file, save(_tensors(state)))
 
 
 def read_version(folder: Path, fragment: Fragment, row: sqlite3.Row, missing_is_damage: bool = True) -> FragmentState:
     path = folder / "fragments" / row["file"]
     try:
         tensors = load_file(path)
-        state = FragmentState(tensors["values"], tensors["momentum"])
+        state = FragmentState(tensors["values"], tensors["momentum"], tensors.get("shown"))
     except FileNotFoundError:
         if not missing_is_damage:
             raise

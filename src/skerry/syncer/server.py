@@ -93,7 +93,7 @@ class SyncerServer:
         """A defect of ours: the process must not go on as if nothing had happened."""
         self._bulk = Bulk(self.layout, self.sync, store.fixed_bytes(), self)
         for fragment, state in enumerate(states):
-            self._bulk.publish(fragment, self._bulk.encode(progress[fragment].version, state))
+            self._bulk.publish_whole(fragment, progress[fragment].version, state)
         self._tape = Tape(store, self.core.standing)
         self._merger = Merger(store, states, self._bulk, self._tape)
         self._snapshots = Snapshots(store, self.core, self._tape, self._bulk.relay)

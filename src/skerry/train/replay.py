@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from skerry.core import codec as codecs
+from skerry.core.fragment_codec import fragment_codec
 from skerry.core.leases import Range
-from skerry.core.merge import FragmentState, merge
+from skerry.core.merge import FragmentState, merge, publish
 from skerry.core.tensors import model_tensors
 from skerry.errors import ReplayError
 from skerry.learner.optimizer_state import OptimizerState
@@ -51,7 +51,6 @@ class IslandAgain:
         self._replica = Replica(model, identity.layout, identity.sync)
         self._replica.load_fixed(replay.fixed)
         self._state = OptimizerState(self._job.optimizers, self._replica)
-        self._codec = codecs.codec(identity.sync.send)
         self.steps = 0
         self._held = [-1] * len(identity.layout.fragments)
         self._since = [0] * len(identity.layout.fragments)
@@ -96,9 +95,10 @@ class IslandAgain:
     def contribution(self, fragment: int, steps: int) -> Tensor:
         """What it gave of a fragment after so many steps."""
         self.advance(steps)
-        if (fragment, steps) not in self._contributions:
-            # It was given after a version of this fragment was adopted, between the same two steps.
-            self._settle(fragment)
+        # It may have been given after a version of this fragment was adopted, between the same two steps; and its merge may be
+        # in the next version adopted there.
+        while (fragment, steps) not in self._contributions and self._settle_one(fragment):
+            pass
         if (fragment, steps) not in self._contributions:
             raise ReplayError(
                 f"{self._process.learner} gave fragment {fragment} after step {steps} from a version it did not hold"
@@ -132,20 +132,25 @@ class IslandAgain:
         self._to_give = [give for give in process.gives.get(self.steps, ()) if not self._give(*give)]
         self._to_adopt = list(process.adopted.get(self.steps, ()))
 
-    def _settle(self, only: int | None = None) -> None:
-        """Adopt what was adopted here, of one fragment or of all."""
-        for entry in [entry for entry in self._to_adopt if only in (None, entry[0])]:
-            self._adopt(*entry)
-            self._to_adopt.remove(entry)
-            self._to_give = [give for give in self._to_give if not self._give(*give)]
+    def _settle(self) -> None:
+        while self._settle_one():
+            pass
+
+    def _settle_one(self, only: int | None = None) -> bool:
+        """Adopt what was adopted here first, of one fragment or of any. False if there is nothing more."""
+        entry = next((entry for entry in self._to_adopt if only in (None, entry[0])), None)
+        if entry is None:
+            return False
+        self._adopt(*entry)
+        self._to_adopt.remove(entry)
+        self._to_give = [give for give in self._to_give if not self._give(*give)]
+        return True
 
     def _give(self, fragment: int, base: int) -> bool:
         if self._held[fragment] != base:
             return False
-        before, values = self._replica.snapshot(fragment, self.steps)()
-        delta = self._codec.encode(before - values)
-        numel = self._replay.recording.identity.layout.fragments[fragment].numel
-        self._contributions[fragment, self.steps] = self._codec.decode(delta, numel)
+        data = self._replica.encode(self._replica.snapshot(fragment, self.steps))
+        self._contributions[fragment, self.steps] = self._replay.sent[fragment].decode(data, self._replay.numel(fragment))
         self._given[fragment].append(self.steps)
         return True
 
@@ -157,7 +162,7 @@ class IslandAgain:
         counted = replay.counted(fragment, version, self._process.session)
         since = counted if counted in self._given[fragment] else self._since[fragment]
         values = replay.published(fragment, version)
-        self._replica.adopt(fragment, self._replica.prepare(fragment, values, since), since)
+        self._replica.adopt(fragment, self._replica.prepare(fragment, values, since), since, counted)
         carries = replay.recording.identity.sync.adopt == "carry"
         self._since[fragment] = since if carries and not whole else self.steps
         self._given[fragment] = [steps for steps in self._given[fragment] if steps > self._since[fragment]]
@@ -169,6 +174,8 @@ class Replay:
         self.recording = Recording(folder)
         identity = self.recording.identity
         self._layout = identity.layout
+        self.sent = [fragment_codec(identity.sync.send, self._layout, fragment) for fragment in self._layout.fragments]
+        self._shown = [fragment_codec(identity.sync.publish, self._layout, fragment) for fragment in self._layout.fragments]
         self.fixed: dict[str, Tensor] = load(read_fixed(folder, identity))
         self.job = self._read_all()
         self.states = self._initial()
@@ -213,9 +220,7 @@ class Replay:
 
     def _publish(self, fragment: int, version: int) -> None:
         if self._uses[fragment, version]:
-            codec = codecs.codec(self.recording.identity.sync.publish)
-            values = self.states[fragment].values
-            self._versions[fragment, version] = codec.decode(codec.encode(values), values.numel())
+            self._versions[fragment, version] = self.states[fragment].public
 
     def published(self, fragment: int, version: int) -> Tensor:
         if (fragment, version) not in self._versions:
@@ -225,6 +230,9 @@ class Replay:
         if not self._uses[fragment, version]:
             del self._versions[fragment, version]
         return values
+
+    def numel(self, fragment: int) -> int:
+        return self._layout.fragments[fragment].numel
 
     def counted(self, fragment: int, version: int, session: str) -> int:
         """How many steps of this process are part of this version."""
@@ -251,10 +259,11 @@ class Replay:
         for share in data["shares"]:
             deltas.append(self.island(share["session"]).contribution(fragment, share["upto"]))
         torch.set_num_threads(SYNCER_THREADS)
-        self.states[fragment] = merge(
+        before = self.states[fragment]
+        after = merge(
             self._layout,
             self._layout.fragments[fragment],
-            self.states[fragment],
+            before,
             deltas,
             [share["weight"] for share in data["shares"]],
             radial=self.recording.identity.sync.merge == "radial",
@@ -262,6 +271,7 @@ class Replay:
             momentum=data["outer_momentum"],
             presence=data["presence"],
         )
+        self.states[fragment], _ = publish(before, after, self._shown[fragment])
         if state_checksum(self.states[fragment]) != merged.checksum:
             names = ", ".join(share["name"] for share in data["shares"])
             what = f"outer step {self.done + 1}, {merged}, with contributions of {names}"

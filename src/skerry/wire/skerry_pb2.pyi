@@ -393,12 +393,14 @@ class Upload(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., upto: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., samples_from: _Optional[int] = ..., samples_to: _Optional[int] = ..., upto_tokens: _Optional[int] = ..., journal_json: _Optional[str] = ...) -> None: ...
 
 class Fetch(_message.Message):
-    __slots__ = ("fragment", "version")
+    __slots__ = ("fragment", "version", "have")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    have: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., have: _Optional[int] = ...) -> None: ...
 
 class FetchState(_message.Message):
     __slots__ = ("part",)
@@ -457,17 +459,19 @@ class UploadReply(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., damaged: bool = ...) -> None: ...
 
 class Fetched(_message.Message):
-    __slots__ = ("fragment", "version", "codec", "size_bytes", "checksum", "reason")
+    __slots__ = ("fragment", "version", "codec", "size_bytes", "checksum", "reason", "since")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
     codec: str
     size_bytes: int
     checksum: int
     reason: str
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    since: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., since: _Optional[int] = ...) -> None: ...

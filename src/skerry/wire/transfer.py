@@ -65,8 +65,8 @@ class _Fetch:
     version: int
     check: Callable[[pb.Fetched], None]
     received: Callable[[int], None]
-    done: asyncio.Future[tuple[str, memoryview]]
-    codec: str = ""
+    done: asyncio.Future[memoryview]
+    header: pb.Fetched | None = None
     assembly: Assembly | None = None
     limit_bytes: int = 0
     state: pb.State | None = None
@@ -124,33 +124,35 @@ class Lane:
         return await reply
 
     async def fetch(
-        self, fragment: int, version: int, check: Callable[[pb.Fetched], None], received: Callable[[int], None]
-    ) -> tuple[str, memoryview]:
+        self, wanted: pb.Fetch, check: Callable[[pb.Fetched], None], received: Callable[[int], None]
+    ) -> tuple[pb.Fetched, memoryview]:
         """Fetch one version. `check` is called with what is declared, before memory is set aside for it."""
-        fetch = _Fetch(fragment, version, check, received, asyncio.get_running_loop().create_future())
+        fetch = _Fetch(wanted.fragment, wanted.version, check, received, asyncio.get_running_loop().create_future())
         async with self._writing:
             call = await self._open()
             self._moved()
             self._fetches.append(fetch)
             try:
                 with wire_errors():
-                    await call.write(pb.BulkToSyncer(fetch=pb.Fetch(fragment=fragment, version=version)))
+                    await call.write(pb.BulkToSyncer(fetch=wanted))
             except BaseException:
                 _forget(fetch.done)
                 raise
-        return await fetch.done
+        data = await fetch.done
+        assert fetch.header is not None
+        return fetch.header, data
 
     async def fetch_state(self, part: int, limit_bytes: int, received: Callable[[int], None]) -> tuple[pb.State, memoryview]:
         """One part of a peer's optimizer state and what is said about it. One at a time."""
         assert self._state is None, "optimizer state is fetched one part after the other"
-        done: asyncio.Future[tuple[str, memoryview]] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
         fetch = self._state = _Fetch(part, 0, lambda header: None, received, done, limit_bytes=limit_bytes)
         try:
             async with self._writing:
                 call = await self._open()
                 with wire_errors():
                     await call.write(pb.BulkToSyncer(fetch_state=pb.FetchState(part=part)))
-            _, data = await done
+            data = await done
         finally:
             self._state = None
             _forget(done)
@@ -235,7 +237,7 @@ class Lane:
                 self._arriving = None
                 data = fetch.assembly.finish()
                 if not fetch.done.done():
-                    fetch.done.set_result((fetch.codec, data))
+                    fetch.done.set_result(data)
         except WireError as error:
             self._arriving = None
             fetch.fail(error)
@@ -273,7 +275,7 @@ class Lane:
         except WireError as error:
             fetch.fail(error)
             return
-        fetch.codec, fetch.assembly = header.codec, Assembly(header.size_bytes, header.checksum)
+        fetch.header, fetch.assembly = header, Assembly(header.size_bytes, header.checksum)
         self._arriving = fetch
 
 

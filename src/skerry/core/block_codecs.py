@@ -1,0 +1,119 @@
+"""Codecs that give a few bits to each element and a scale to each block of elements.
+
+Bytes: the scales of all blocks as bf16, then the elements of all blocks. A block that holds something that is not finite gets
+NaN for its scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+NOTHING = 1e-30
+"""A block whose largest element is smaller counts as zeros: its scale might not be a normal number."""
+
+
+class Blocks:
+    exact = False
+    needs_feedback = False
+    name: str
+    bits: int
+    largest: float
+    """What the largest element of a block is scaled to."""
+
+    def size_bytes(self, numel: int) -> int:
+        return _blocks(numel) * (2 + BLOCK * self.bits // 8)
+
+    def encode(self, vector: Tensor) -> Tensor:
+        numel, count = vector.numel(), _blocks(vector.numel())
+        blocks = torch.nn.functional.pad(vector.float(), (0, count * BLOCK - numel)).view(count, BLOCK)
+        low, high = torch.aminmax(blocks, dim=1)
+        reach = torch.maximum(high, -low)
+        # To multiply by a number is rounded the same way everywhere; what compilers make of a division is not.
+        scales = (reach * (1.0 / self.largest)).to(torch.bfloat16)
+        scales = torch.where(reach < NOTHING, torch.zeros_like(scales), scales)
+        scales = torch.where(torch.isfinite(reach), scales, torch.full_like(scales, float("nan")))
+        wide = scales.float()
+        inverse = torch.where(wide > 0, 1.0 / wide, torch.zeros_like(wide))
+        scaled = (blocks * inverse[:, None]).nan_to_num_(nan=0.0).clamp_(-self.largest, self.largest)
+        elements = self._pack(scaled)
+        return torch.cat([scales.view(torch.uint8), elements.reshape(-1).view(torch.uint8)])
+
+    def decode(self, data: Tensor, numel: int) -> Tensor:
+        count = _blocks(numel)
+        scales = data[: 2 * count].view(torch.bfloat16).float()
+        blocks = self._unpack(data[2 * count :].view(count, BLOCK * self.bits // 8)).mul_(scales[:, None])
+        return blocks.view(-1)[:numel]
+
+    def _pack(self, scaled: Tensor) -> Tensor:
+        """One block a row, in [-largest, largest], to bytes."""
+        raise NotImplementedError
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Int8(Blocks):
+    name, bits, largest = "int8", 8, 127.0
+
+    def _pack(self, scaled: Tensor) -> Tensor:
+        return scaled.round_().to(torch.int8)
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return packed.view(torch.int8).float()
+
+
+class Fp8(Blocks):
+    """Four bits of exponent, three of mantissa."""
+
+    name, bits, largest = "fp8", 8, 448.0
+
+    def _pack(self, scaled: Tensor) -> Tensor:
+        return scaled.to(torch.float8_e4m3fn)
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return packed.view(torch.float8_e4m3fn).float()
+
+
+class Int4(Blocks):
+    """-7 to 7, as 1 to 15. A byte holds one element of the block's first half, low, and one of its second half, high."""
+
+    name, bits, largest = "int4", 4, 7.0
+
+    def _pack(self, scaled: Tensor) -> Tensor:
+        return _nibbles(scaled.round_().add_(8.0).to(torch.uint8))
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return _from_nibbles(packed).float().sub_(8.0)
+
+
+class E3M0(Blocks):
+    """A sign and seven powers of two below the block's largest element, or zero: as Streaming DiLoCo sends differences. Packed
+    as int4 is."""
+
+    name, bits, largest = "e3m0", 4, 1.0
+
+    _borders = torch.tensor([2.0**-7, *(0.75 * 2.0**-power for power in range(5, -1, -1))])
+    """Half way between neighbours."""
+    _levels = torch.tensor([0.0, *(2.0**-power for power in range(6, -1, -1))])
+    _signed = torch.cat([_levels, -_levels])
+
+    def _pack(self, scaled: Tensor) -> Tensor:
+        codes = torch.bucketize(scaled.abs(), self._borders.to(scaled.device), out_int32=True, right=True)
+        return _nibbles(codes.add_((scaled < 0).int(), alpha=8).to(torch.uint8))
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return self._signed.to(packed.device)[_from_nibbles(packed).int()]
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    return codes[:, : BLOCK // 2] | (codes[:, BLOCK // 2 :] << 4)
+
+
+def _from_nibbles(packed: Tensor) -> Tensor:
+    return torch.cat([packed & 15, packed >> 4], dim=1)
