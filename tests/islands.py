@@ -21,7 +21,7 @@ from skerry.core import codec as codecs
 from skerry.core.fragment import Layout, split
 from skerry.core.tensors import model_tensors
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import CHUNK_BYTES, cut
+from skerry.wire.chunks import CHUNK_BYTES, chunk, count_chunks
 from skerry.wire.connection import PROTOCOL
 from skerry.wire.service import SyncerStub
 
@@ -226,7 +226,7 @@ class RawLearner:
         """A whole and acceptable answer, but for the changes."""
         if delta is None:  # progress does not repeat itself
             delta = torch.full((self.layout.fragments[ask.fragment].numel,), 0.125 * (1 + self._step % 64 / 64))
-        data = bytes(codecs.codec("bf16").encode(delta))
+        data = bytes(codecs.raw_bytes(codecs.codec("bf16").encode(delta)))
         values: dict[str, Any] = {
             "fragment": ask.fragment, "step": ask.step, "base": ask.min_base, "steps": 1, "tokens": 10, "upto": self._step,
             "upto_tokens": 10 * max(1, self._step), "codec": "bf16", "size_bytes": len(data), "checksum": codecs.checksum(data),
@@ -255,7 +255,8 @@ class RawLearner:
     async def give(self, ask: pb.Ask, delta: Tensor | None = None, **changes: Any) -> pb.UploadReply:
         identity = {key: changes.pop(key) for key in ("name", "session") if key in changes}
         header, data = self.contribution(ask, delta, **changes)
-        return await self.upload(header, *cut(memoryview(data)), **identity)
+        chunks = [chunk(memoryview(data), number) for number in range(count_chunks(len(data)))]
+        return await self.upload(header, *chunks, **identity)
 
     async def download(self, fragment: int, version: int, **changes: str) -> tuple[pb.Fetched, bytes]:
         """The header and what came with it. A refusal has a reason and no bytes."""

@@ -16,7 +16,7 @@ from islands import batches, poll, small_model, tape, train
 
 import skerry
 from skerry.config import SyncConfig
-from skerry.learner import link
+from skerry.wire import lanes
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import CHANNEL_OPTIONS, SERVER_OPTIONS
 from skerry.wire.loop import run_here
@@ -95,7 +95,7 @@ def once(change: Change) -> Change:
 @pytest.mark.parametrize("what", ["one message damaged", "nothing comes through any more"])
 def test_a_learner_whose_stream_stands_but_is_of_no_use_comes_back(run, monkeypatch, end: str, way: str, what: str) -> None:
     folder, relay, address = run
-    monkeypatch.setattr(link, "STUCK_S", 2.0)
+    monkeypatch.setattr(lanes, "STUCK_S", (2.0, 2.0))
     model = small_model(seed=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     learner = skerry.join(address, model, optimizer, name="island", timeout_s=30)
@@ -117,7 +117,7 @@ def test_a_learner_whose_stream_stands_but_is_of_no_use_comes_back(run, monkeypa
         else:
             quiet = merges(folder)
             trains_until(lambda: tape(folder, "opened")[-1]["step"] > before, "a round that nothing is sent for")
-            poll(lambda: not learner._link.lane._replies and not learner._link.lane._fetches, "the lane to be given up")
+            poll(lambda: learner._link.lanes.idle, "the lane to be given up")
             assert merges(folder) <= quiet + 2, "what was under way already"
     changes.clear() if what != "one message damaged" else None
     if end == "Control":

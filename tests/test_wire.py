@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -35,7 +34,7 @@ from skerry.syncer.run_folder import read_identity, read_model
 from skerry.syncer.server import SyncerServer, run_syncer
 from skerry.syncer.store import RunStore
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import CHUNK_BYTES, Assembly, cut
+from skerry.wire.chunks import CHUNK_BYTES, Assembly, chunk, count_chunks, in_runs
 from skerry.wire.client import close_run, describe, describe_job
 from skerry.wire.connection import PROTOCOL, open_channel, split_address
 
@@ -217,11 +216,10 @@ def with_values(value: float) -> BadUpload:
 
 
 BAD_UPLOADS: dict[str, tuple[BadUpload, str]] = {
-    "truncated": (with_parts(lambda header, data: [header, data[:-3]]), "truncated: "),
-    "only a header": (with_parts(lambda header, data: [header]), "truncated: 0 bytes arrived"),
-    "oversized": (with_parts(lambda header, data: [header, data + b"x"]), "oversized: "),
-    "cut short by another": (with_parts(lambda header, data: [header, data[:-3], header, data[:-3]]), "truncated: "),
-    "large chunk": (with_parts(lambda header, data: [header, bytes(CHUNK_BYTES + 1)]), "larger than the limit"),
+    "truncated": (with_parts(lambda header, data: [header, data[:-3]]), "bytes, not "),
+    "oversized": (with_parts(lambda header, data: [header, data + b"x"]), "bytes, not "),
+    "large chunk": (with_parts(lambda header, data: [header, bytes(CHUNK_BYTES + 1)]), f"{CHUNK_BYTES + 1} bytes, not "),
+    "no such chunk": (lambda raw, ask: raw.give(ask, first_chunk=1), "oversized: chunk 1 arrived"),
     "flipped bit": (with_parts(lambda header, data: [header, bytes([data[0] ^ 1]) + data[1:]]), "checksum mismatch"),
     "wrong checksum": (with_header(checksum=1), "checksum mismatch: declared 00000001"),
     "other codec": (with_header(codec="fp32"), "contributions are bf16, got 'fp32'"),
@@ -561,11 +559,11 @@ def test_control_messages_flow_while_a_large_upload_is_half_sent(tmp_path: Path,
             await raw.join()
             ask = await raw.next_ask()
             header, data = raw.contribution(ask)
-            chunks = list(cut(memoryview(data)))
+            chunks = [chunk(memoryview(data), number) for number in range(count_chunks(len(data)))]
             async with raw.lane() as lane:
                 await lane.write(pb.BulkToSyncer(upload=header))
-                for chunk in chunks[:2]:
-                    await lane.write(pb.BulkToSyncer(chunk=chunk))
+                for part in chunks[:2]:
+                    await lane.write(pb.BulkToSyncer(chunk=part))
                 for step in range(2, 12):
                     raw.report(step)
                     # The fragment is due at every step, so each report brings the open question once more.
@@ -575,8 +573,8 @@ def test_control_messages_flow_while_a_large_upload_is_half_sent(tmp_path: Path,
                 # Fetching does not wait for it either.
                 await lane.write(pb.BulkToSyncer(fetch=pb.Fetch(fragment=0, version=0)))
                 assert (await lane.read()).fetched.size_bytes == 2 * len(data)
-                for chunk in chunks[2:]:
-                    await lane.write(pb.BulkToSyncer(chunk=chunk))
+                for part in chunks[2:]:
+                    await lane.write(pb.BulkToSyncer(chunk=part))
                 while not (message := await lane.read()).HasField("reply"):
                     pass
                 assert message.reply.accepted
@@ -666,8 +664,7 @@ def test_one_lane_serves_many_transfers_and_survives_refusals(run_folder: Path, 
             await lane.write(pb.BulkToSyncer(chunk=data[half:]))
             await lane.write(pb.BulkToSyncer(chunk=b"and more"))
             assert "contributions are bf16" in (await lane.read()).reply.reason
-            await lane.write(pb.BulkToSyncer(upload=header, chunk=data[:half]))
-            await lane.write(pb.BulkToSyncer(chunk=data[half:]))
+            await lane.write(pb.BulkToSyncer(upload=header, chunk=data))
             assert (await lane.read()).reply == pb.UploadReply(fragment=ask.fragment, step=ask.step, accepted=True)
             await raw.receive("announce")
             # Answers to fetches come in the order they were asked in, whatever the answer is.
@@ -803,14 +800,25 @@ def test_the_run_describes_itself(run_folder: Path, start_syncer) -> None:
 # ---------------------------------------------------------------- chunks
 
 
-@settings(deadline=None)
-@given(data=st.binary(max_size=3000), edges=st.lists(st.integers(0, 3000), max_size=20))
-def test_any_cutting_of_the_bytes_reassembles(data: bytes, edges: list[int]) -> None:
-    assembly = Assembly(len(data), codecs.checksum(data))
-    places = sorted({0, len(data), *(edge for edge in edges if edge <= len(data))})
-    for start, stop in itertools.pairwise(places):
-        assembly.add(data[start:stop])
-    assert bytes(assembly.finish()) == data
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.one_of(st.sampled_from([0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1]), st.integers(0, 5 * CHUNK_BYTES)),
+    seed=st.integers(0, 1000),
+    twice=st.booleans(),
+)
+def test_chunks_come_together_in_any_order(size: int, seed: int, twice: bool) -> None:
+    chance = random.Random(seed)
+    data = chance.randbytes(size)
+    assembly = Assembly(size, codecs.checksum(data))
+    numbers = list(range(count_chunks(size))) * (2 if twice else 1)
+    chance.shuffle(numbers)
+    left = set(numbers)
+    for number in numbers:
+        assert {n for first, count in assembly.missing for n in range(first, first + count)} == left
+        assert assembly.complete == (not left)
+        assembly.add(number, chunk(memoryview(data), number))
+        left.discard(number)
+    assert assembly.complete and assembly.missing == [] and bytes(assembly.finish()) == data
 
 
 @settings(deadline=None)
@@ -818,31 +826,31 @@ def test_any_cutting_of_the_bytes_reassembles(data: bytes, edges: list[int]) -> 
 def test_any_changed_byte_is_found(data: bytes, where: float, flip: int) -> None:
     assembly = Assembly(len(data), codecs.checksum(data))
     at = int(where * len(data))
-    assembly.add(data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :])
+    assembly.add(0, data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :])
     with pytest.raises(WireError, match="checksum mismatch"):
         assembly.finish()
 
 
 @settings(deadline=None)
-@given(data=st.binary(min_size=1, max_size=500), missing=st.integers(1, 500), extra=st.binary(min_size=1, max_size=50))
-def test_any_other_length_is_found(data: bytes, missing: int, extra: bytes) -> None:
-    short = Assembly(len(data), codecs.checksum(data))
-    short.add(data[: max(0, len(data) - missing)])
-    with pytest.raises(WireError, match="truncated"):
-        short.finish()
-    long = Assembly(len(data), codecs.checksum(data))
-    long.add(data)
-    with pytest.raises(WireError, match="oversized"):
-        long.add(extra)
+@given(size=st.integers(1, 2 * CHUNK_BYTES), number=st.integers(0, 4), other=st.integers(0, CHUNK_BYTES + 5))
+def test_a_chunk_of_another_length_is_found(size: int, number: int, other: int) -> None:
+    assembly = Assembly(size, 0)
+    fits = min(CHUNK_BYTES, size - number * CHUNK_BYTES)
+    if other == fits:
+        assembly.add(number, bytes(other))
+    else:
+        with pytest.raises(WireError, match="oversized" if fits <= 0 else "bytes, not"):
+            assembly.add(number, bytes(other))
+        assert len(assembly.missing) == 1
 
 
-@settings(max_examples=10, deadline=None)
-@given(size=st.sampled_from([0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 17]))
-def test_cut_gives_bounded_chunks_in_order(size: int) -> None:
-    data = random.Random(size).randbytes(size)
-    chunks = list(cut(memoryview(data)))
-    assert b"".join(chunks) == data
-    assert chunks and all(len(chunk) <= CHUNK_BYTES for chunk in chunks)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 30)), max_size=5), st.integers(1, 9))
+def test_runs_are_cut_into_shorter_ones_of_the_same_chunks(runs: list[tuple[int, int]], most: int) -> None:
+    cut = in_runs(runs, most)
+    assert all(1 <= count <= most for _, count in cut)
+    assert [n for first, count in cut for n in range(first, first + count)] == [
+        n for first, count in runs for n in range(first, first + count)
+    ]
 
 
 # ---------------------------------------------------------------- addresses

@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     learner.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: as the job says)")
     learner.add_argument("--threads", type=int, help="CPU threads (default: as the job says)")
     learner.add_argument("--region", default="", help="where this island is, for data that is pinned to a region")
+    learner.add_argument("--cap-mbit", type=float, help="Mbit/s this island may use each way; by default as the run says")
     learner.add_argument("--keep", help="a folder for the optimizer's state, for when the island is restarted on this machine")
     _tls_options(learner)
     learner.set_defaults(act=_learner)
@@ -274,7 +275,15 @@ def _learner(options: argparse.Namespace) -> None:
     inflicted = Inflicted.here(name)
     on_joined = inflicted.attach if inflicted is not None else None
     run_island(
-        options.address, name, config, tls, keep=options.keep, region=options.region, clock=inflicted, on_joined=on_joined
+        options.address,
+        name,
+        config,
+        tls,
+        keep=options.keep,
+        region=options.region,
+        cap_mbit=options.cap_mbit,
+        clock=inflicted,
+        on_joined=on_joined,
     )
 
 

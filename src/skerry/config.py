@@ -246,12 +246,18 @@ class IslandsConfig:
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one."""
     regions: tuple[str, ...] = ()
     """Regions the islands that `skerry train` starts belong to, in turn; none by default."""
+    connections: int = 4
+    """Over how many connections an island's large fragments are spread; one alone cannot fill a long link."""
+    cap_mbit: float = 0.0
+    """Mbit/s that one island may use each way; 0 means no limit."""
     restarts: int = 20
     """How often one island or the syncer is started again before the run is given up."""
 
     def __post_init__(self) -> None:
         _require(self.count >= 1, "islands.count", self.count, ">= 1")
         _require(self.threads >= 0, "islands.threads", self.threads, ">= 0")
+        _require(self.connections >= 1, "islands.connections", self.connections, ">= 1")
+        _require(self.cap_mbit >= 0, "islands.cap_mbit", self.cap_mbit, ">= 0")
         _require(self.restarts >= 0, "islands.restarts", self.restarts, ">= 0")
 
 

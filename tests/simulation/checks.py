@@ -65,8 +65,6 @@ class Checks:
                 self.fail(
                     f"round {message.ask.step} of fragment {message.ask.fragment} waits for a second answer of one learner"
                 )
-        elif isinstance(message, pb.BulkToLearner) and message.HasField("fetched") and not message.fetched.reason:
-            self._fetched(message.fetched, message.chunk)
         elif isinstance(message, pb.BulkToLearner) and message.HasField("reply") and message.reply.accepted:
             self._answered[session, message.reply.fragment] = message.reply.step
 
@@ -75,14 +73,15 @@ class Checks:
             self.fail(f"fragment {fragment} was announced at {self._newest[fragment]}, now at {version}")
         self._newest[fragment] = max(version, self._newest[fragment])
 
-    def _fetched(self, header: pb.Fetched, chunk: bytes) -> None:
+    def fetched(self, header: pb.Fetched, data: bytes) -> None:
+        """A learner has all of a version."""
         if header.fragment >= self._world.sync.fragments:
             return
         key = (header.fragment, header.version)
-        received = byte_tensor(memoryview(chunk))
+        received = byte_tensor(memoryview(data))
         if header.HasField("since"):
             values = self._values[header.fragment, header.since]
-            for difference in torch.split(received, len(chunk) // (header.version - header.since)):
+            for difference in torch.split(received, len(data) // (header.version - header.since)):
                 values = values + codec(header.codec).decode(difference, values.numel())
         else:
             values = received.view(torch.float32)
@@ -102,11 +101,12 @@ class Checks:
     def given(self, session: str, message: Message) -> None:
         if isinstance(message, pb.ToSyncer) and message.HasField("nothing"):
             self._answered[session, message.nothing.fragment] = message.nothing.step
-        if isinstance(message, pb.BulkToSyncer) and message.HasField("upload"):
-            header = message.upload
-            numel = self._values[header.fragment, header.base].numel()
-            delta = codec(header.codec).decode(byte_tensor(memoryview(message.chunk)), numel)
-            self._uploads[session, header.fragment, header.upto] = delta.double().numpy()
+
+    def taken(self, session: str, header: pb.Upload, data: bytes) -> None:
+        """The syncer has all of a contribution."""
+        numel = self._values[header.fragment, header.base].numel()
+        delta = codec(header.codec).decode(byte_tensor(memoryview(data)), numel)
+        self._uploads[session, header.fragment, header.upto] = delta.double().numpy()
 
     # ------------------------------------------------------------ on the tape
 

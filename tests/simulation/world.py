@@ -31,13 +31,21 @@ from skerry.learner import link as links
 from skerry.learner.learner import Learner, adopt_ready
 from skerry.learner.sampler import ALONE_S
 from skerry.syncer import server as servers
+from skerry.syncer.bulk import Bulk
 from skerry.syncer.store import RunStore
+from skerry.wire import chunks
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.lanes import Download
 
 LR = 1e-2
 START_UP_S = 0.4
 END_S = 600.0
 TIME_S = 2_000.0
 """No run takes longer, whatever happens to it."""
+
+
+CHUNK_BYTES = (1 << 20, 200, 48)
+"""A few hundred bytes in one chunk or in many, which come on several lanes."""
 
 
 class OffsetClock:
@@ -376,6 +384,17 @@ def _in_place_of_the_real(world: World) -> Iterator[None]:
     def nobody_gives(link: Any) -> list[bytes]:
         raise WireError("not in a simulation: it would wait in this thread")
 
+    take, finish = Bulk.take, Download.finish
+
+    async def taken(bulk: Bulk, name: str, session: str, header: pb.Upload, assembly: chunks.Assembly) -> None:
+        world.checks.taken(session, header, bytes(assembly.finish()))
+        await take(bulk, name, session, header, assembly)
+
+    def fetched(download: Download) -> tuple[pb.Fetched, memoryview]:
+        header, data = finish(download)
+        world.checks.fetched(header, bytes(data))
+        return header, data
+
     numbers = random.Random(world.seed)
     random_state = random.getstate()
     random.seed(world.seed)
@@ -386,6 +405,9 @@ def _in_place_of_the_real(world: World) -> Iterator[None]:
         (links, "DaemonWorkers", _NoWorkers),
         (links.Link, "fetch_state", nobody_gives),
         (servers.SyncerServer, "serve", serve),
+        (Bulk, "take", taken),
+        (Download, "finish", fetched),
+        (chunks, "CHUNK_BYTES", CHUNK_BYTES[world.seed % len(CHUNK_BYTES)]),
         (servers, "SystemClock", lambda: world.syncer_clock),
         (links, "uuid", SimpleNamespace(uuid4=lambda: UUID(int=numbers.getrandbits(128)))),
     ]

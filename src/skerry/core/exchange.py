@@ -7,7 +7,7 @@ Rules:
     that "carry" keeps what is not part of the adopted version.
  2. An answer needs a version the syncer still takes (min_base) and at least one step of progress; until then the question
     stays open. One that can make no progress (it has stopped, or waits) says so. A question is answered once; an answer
-    that did not get through is sent again as it was.
+    that did not get through is sent again as it was, also after a reconnect: some of it may be there already.
  3. Only the newest version of a fragment is fetched; one that is overtaken is dropped.
  4. Outside lock-step nothing ever waits. In lock-step a fragment due at step t is snapshot at t, adopted at t + τ (or
     just before it is due again, if that is earlier) and not before, and no further step starts without it.
@@ -69,6 +69,8 @@ class Give:
     staged: bool
     samples: tuple[int, int] = (0, 0)
     """Leased samples in it, from and to."""
+    again: bool = False
+    """The same answer as before, which did not get through."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Held:
     question: Question | None = None
     answered: int | None = None
     """The round our last answer was for, while it may be on its way."""
+    undelivered: Give | None = None
+    """Our last answer, once it is encoded and while it is not known to have arrived."""
     gives: list[Mark] = field(default_factory=list)
     """Totals at the snapshots of answers that are not known to be part of the version held."""
     staged: tuple[int, Mark, int] | None = None
@@ -139,6 +143,7 @@ class Exchange:
         held = self.held[version.fragment]
         if version.version > held.version:
             held.answered = None  # that round is over
+            held.undelivered = None
             if held.newest is None or version.version >= held.newest.version:
                 held.newest = version
             if held.fetched is not None and held.fetched.version == version.version:
@@ -222,6 +227,9 @@ class Exchange:
         stopped = self.phase == "stopped"
         if self.sync.wait and not stopped and question.step > self.step:
             return None
+        sent = held.undelivered
+        if sent is not None and not stopped and (sent.question.step, sent.base) == (question.step, held.version):
+            return dataclasses.replace(sent, question=question, again=True)
         at, staged = self.totals, False
         if not stopped and held.staged is not None and held.staged[::2] == (question.step, held.version):
             at, staged = held.staged[1], True
@@ -234,6 +242,18 @@ class Exchange:
         """The snapshot for this answer has been taken."""
         held = self.held[give.question.fragment]
         held.gives = [*held.gives, give.at][-KEPT_GIVES:]
+
+    def encoded(self, give: Give) -> None:
+        """The bytes of this answer are at hand, and stay so until it is delivered or not wanted any more."""
+        held = self.held[give.question.fragment]
+        if held.version == give.base and held.gives and held.gives[-1] == give.at:
+            held.undelivered = give
+
+    def delivered(self, question: Question) -> None:
+        """The syncer has said what became of our answer."""
+        held = self.held[question.fragment]
+        if held.undelivered is not None and held.undelivered.question.step == question.step:
+            held.undelivered = None
 
     def still_wanted(self, question: Question) -> bool:
         """Whether an answer that did not get through is worth sending again: as it was, for the first may have arrived."""
@@ -282,7 +302,7 @@ class Exchange:
         held.since = self.uncounted_since(version) if self.sync.adopt == "carry" else self.totals
         held.gives = [give for give in held.gives if give.steps > held.since.steps]
         held.version = version.version
-        held.staged = None
+        held.staged = held.undelivered = None
         if held.fetched is not None and held.fetched.version == version.version:
             held.fetched = None
         if held.waits_for is not None and version.step >= held.waits_for:

@@ -223,6 +223,13 @@ class SyncerCore:
             return f"steps and tokens must be >= 1, got {offer.steps} and {offer.tokens}"
         return self.leases.why_refused(offer.name, learner.session, offer.samples)
 
+    def may_still_come(self, name: str, session: str, fragment: int, step: int) -> bool:
+        """Whether what this process began to send for a round could be taken when it is complete, if it is connected then."""
+        learner, gathering = self.learners.get(name), self.fragments[fragment].round
+        if learner is None or learner.session != session or gathering is None or gathering.step != step:
+            return False
+        return gathering.merging_since is None and name not in gathering.arrived
+
     # ------------------------------------------------------------ events
 
     def handle(self, event: Event, now: float) -> list[Action]:

@@ -24,7 +24,7 @@ from skerry.clock import Clock, SystemClock
 from skerry.core.exchange import Exchange
 from skerry.core.leases import Pool
 from skerry.errors import WireError
-from skerry.learner.link import Link
+from skerry.learner.link import CONNECTIONS, Link
 from skerry.learner.optimizer_state import OptimizerState
 from skerry.learner.replica import Replica
 from skerry.learner.sampler import LeasedRanges, LeasedSampler
@@ -369,6 +369,8 @@ def join(
     timeout_s: float = 120.0,
     keep: str | Path | None = None,
     region: str = "",
+    connections: int = CONNECTIONS,
+    cap_mbit: float = 0.0,
     clock: Clock | None = None,
 ) -> Learner:
     """Attach this process to the run that the syncer at `address` serves.
@@ -385,7 +387,11 @@ def join(
         keep: a folder on this machine in which the optimizer's state is written from time to time, so that a process that
             takes this one's place finds it there. Without it, and on another machine, the state comes from a peer.
         region: where this island is, for data that is pinned to a region.
+        connections: over how many connections large fragments are spread; one alone cannot fill a long link.
+        cap_mbit: Mbit/s that this island may use each way; 0 means no limit.
     """
+    if connections < 1 or cap_mbit < 0:
+        raise ValueError(f"connections must be >= 1 and cap_mbit >= 0, got {connections!r} and {cap_mbit!r}")
     if not isinstance(tokens_per_step, int) or tokens_per_step < 1:
         raise ValueError(f"tokens_per_step must be a whole number >= 1, got {tokens_per_step!r}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -393,7 +399,7 @@ def join(
         raise ValueError(f"optimizer must be a torch optimizer or a list of them, got {optimizer!r}")
     clock = clock or SystemClock()
     name = name or f"{socket.gethostname()}-{os.getpid()}"
-    link = Link(address, model, name, tls or TLS.from_environment(), clock, region)
+    link = Link(address, model, name, tls or TLS.from_environment(), clock, region, connections, cap_mbit)
     link.start()
     deadline = clock.now() + timeout_s
     try:

@@ -7,6 +7,7 @@ downloads wait in `prepared` for the training thread. When the syncer goes away 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -34,24 +35,34 @@ from skerry.learner.workers import DaemonWorkers
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire import transfer
 from skerry.wire.connection import PROTOCOL, TLS, check_reachable, open_channel
+from skerry.wire.lanes import Lanes
 from skerry.wire.loop import shared_loop
+from skerry.wire.meter import Meter
 from skerry.wire.service import SyncerStub
 
 log = logging.getLogger("skerry.learner")
 
+CONNECTIONS = 4
+"""For bulk data. They are made when they are needed, which what is small never does."""
 HEARTBEAT_S = 1.0
 REPORT_EVERY_S = 0.2
 LOW_REPORT_S = 0.05
 """The same when leases are about to run out."""
 REPORT_PAUSE_S = 0.01
 BACK_OFF_S = (0.2, 5.0)
-STUCK_S = 60.0
-"""What is on its way may move unseen for a while, in the buffers of a slow link."""
 
 
 class Link:
     def __init__(
-        self, address: str, model: nn.Module, name: str, tls: TLS | None, clock: Clock | None = None, region: str = ""
+        self,
+        address: str,
+        model: nn.Module,
+        name: str,
+        tls: TLS | None,
+        clock: Clock | None = None,
+        region: str = "",
+        connections: int = CONNECTIONS,
+        cap_mbit: float = 0.0,
     ) -> None:
         check_reachable(address, tls)
         self.address = address
@@ -72,15 +83,15 @@ class Link:
         self.run_tokens = 0
         self.loss: float | None = None
         self.pace = Pace()
-        self.sent_bytes = 0
-        self.received_bytes = 0
+        self.sent = Meter(cap_mbit)
+        self.received = Meter(cap_mbit)
         self.connected = False
         self.goodbye: str | None = None
         self.failure: SkerryError | None = None
         self.last_error = "no attempt yet"
         self.leaving = False
         self.quarantined = False
-        self.lane: transfer.Lane | None = None
+        self.lanes: Lanes | None = None
         self.courier: StateCourier | None = None
         self.fixed_loaded = False
         self.leases = LeaseBook()
@@ -91,6 +102,7 @@ class Link:
         """Why the syncer gives us no data."""
         self._model = model
         self._tls = tls
+        self._connections = connections
         self._clock = clock or SystemClock()
         self._run_id = ""
         self._closing = False
@@ -233,13 +245,16 @@ class Link:
 
     async def _one_connection(self) -> bool:
         """Connect, talk until the stream ends. True if the syncer welcomed us."""
-        async with open_channel(self.address, self._tls) as control, open_channel(self.address, self._tls) as bulk:
-            stub = SyncerStub(control)
+        async with contextlib.AsyncExitStack() as opened:
+            channels = [
+                await opened.enter_async_context(open_channel(self.address, self._tls)) for _ in range(1 + self._connections)
+            ]
+            stub, *bulk = map(SyncerStub, channels)
             self._prepare_for(await transfer.describe(stub, PROTOCOL))
-            lane = self.lane = transfer.Lane(SyncerStub(bulk), self.name, self.session)
+            lanes = self.lanes = Lanes(bulk, self.name, self.session, self.sent, self.received)
             stream = self._stream = transfer.ControlStream(stub)
             self._stream.send(pb.ToSyncer(hello=self._hello()))
-            beat = asyncio.get_running_loop().create_task(self._heartbeat(stream, lane))
+            beat = asyncio.get_running_loop().create_task(self._heartbeat(stream, lanes))
             beat.add_done_callback(self._task_done)
             welcomed = False
             try:
@@ -254,7 +269,7 @@ class Link:
             finally:
                 beat.cancel()
                 await stream.close()
-                await lane.close()
+                await lanes.close()
             return welcomed
 
     def _prepare_for(self, description: pb.RunDescription) -> None:
@@ -294,12 +309,12 @@ class Link:
                 lease_floor=self.leases.floor,
             )
 
-    async def _heartbeat(self, stream: transfer.ControlStream, lane: transfer.Lane) -> None:
+    async def _heartbeat(self, stream: transfer.ControlStream, lanes: Lanes) -> None:
         assert self.exchange is not None
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             stream.drop_if_silent(self.exchange.sync.silence_s)
-            lane.drop_if_stuck(STUCK_S)
+            lanes.drop_if_stuck()
             if self._clock.now() - self._reported_at >= HEARTBEAT_S / 2:
                 self._report()
             if self.courier is not None and self.courier.time_to_keep(self._clock.now()):
@@ -431,8 +446,8 @@ class Link:
                 tokens=exchange.totals.tokens,
                 step_time_s=self.pace.step_time_s,
                 loss=self.loss,
-                sent_bytes=self.sent_bytes,
-                received_bytes=self.received_bytes,
+                sent_bytes=self.sent.total_bytes,
+                received_bytes=self.received.total_bytes,
                 steps=exchange.totals.steps,
                 stall_s=self.pace.longest_s,
                 stalled_s=self.pace.stalled_s,
@@ -469,12 +484,6 @@ class Link:
 
     async def off_loop(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await self._loop.run_in_executor(self._pool, work, *arguments)
-
-    def count_sent(self, size_bytes: int) -> None:
-        self.sent_bytes += size_bytes
-
-    def count_received(self, size_bytes: int) -> None:
-        self.received_bytes += size_bytes
 
     def again(self, seconds: float, act: Callable[[], None]) -> None:
         """A transfer broke. If the stream still stands, try again shortly; if not, the next welcome starts afresh."""

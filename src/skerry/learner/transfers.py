@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +18,7 @@ from skerry.core.fragment_codec import fragment_codec
 from skerry.errors import WireError
 from skerry.learner.replica import Prepared, Snapshot
 from skerry.wire import skerry_pb2 as pb
+from skerry.wire.lanes import Download, NotAsWanted
 
 if TYPE_CHECKING:
     from skerry.learner.link import Link
@@ -25,8 +28,15 @@ log = logging.getLogger("skerry.learner")
 RETRY_TRANSFER_S = 0.5
 MAX_DIFFERENCES = 64
 """A version that came out so long ago is sent whole."""
-Encoded = tuple[Give, memoryview, int]
-"""An answer, its bytes and their checksum."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An answer, ready to be sent."""
+
+    give: Give
+    data: memoryview
+    checksum: int
 
 
 class Transfers:
@@ -35,6 +45,10 @@ class Transfers:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._answering = False
+        self._encoded: dict[int, Encoded] = {}
+        """By fragment: the last answer, until it is delivered."""
+        self._downloads: dict[int, Download] = {}
+        """By fragment: what has come of a version stays when connections break."""
 
     # ------------------------------------------------------------ contributions
 
@@ -56,10 +70,10 @@ class Transfers:
             self._answering = False
         for question in nothings:
             link.send(pb.ToSyncer(nothing=pb.NothingToGive(fragment=question.fragment, step=question.step)))
-        for give, data, crc in gives[1:]:
-            link.spawn(self._upload(give, data, crc))
+        for encoded in gives[1:]:
+            link.spawn(self._upload(encoded))
         if gives:
-            await self._upload(*gives[0])
+            await self._upload(gives[0])
 
     def _wait_for_snapshots(self) -> tuple[list[Encoded], list[Question]]:
         link = self._link
@@ -73,6 +87,7 @@ class Transfers:
         be answered; then encoded."""
         link, exchange, replica = self._link, self._link.exchange, self._link.replica
         assert exchange is not None and replica is not None
+        gives: list[Encoded] = []
         taken: list[tuple[Give, Snapshot]] = []
         nothings: list[Question] = []
         try:
@@ -82,21 +97,27 @@ class Transfers:
                         nothings.append(answer.question)
                         continue
                     fragment = answer.question.fragment
+                    if answer.again:
+                        gives.append(dataclasses.replace(self._encoded[fragment], give=answer))
+                        continue
                     snapshot = link.staged.get(fragment) if answer.staged else None
                     taken.append((answer, snapshot or replica.snapshot(fragment, answer.at.steps)))
                     exchange.given(answer)
         finally:
             replica.gate.release()
-        gives = []
         for give, snapshot in taken:
             data = raw_bytes(replica.encode(snapshot))
-            gives.append((give, data, checksum(data)))
+            encoded = Encoded(give, data, checksum(data))
+            with link.changed:
+                self._encoded[give.question.fragment] = encoded
+                exchange.encoded(give)
+            gives.append(encoded)
         return gives, nothings
 
-    async def _upload(self, give: Give, data: memoryview, crc: int) -> None:
-        link, exchange, lane = self._link, self._link.exchange, self._link.lane
-        assert exchange is not None and lane is not None
-        question = give.question
+    async def _upload(self, encoded: Encoded) -> None:
+        link, exchange, lanes = self._link, self._link.exchange, self._link.lanes
+        assert exchange is not None and lanes is not None
+        give, data, question = encoded.give, encoded.data, encoded.give.question
         with link.changed:
             journal = link.journal.upto(give.at.steps)
         header = pb.Upload(
@@ -107,28 +128,43 @@ class Transfers:
             tokens=give.tokens,
             codec=exchange.sync.send,
             size_bytes=len(data),
-            checksum=crc,
+            checksum=encoded.checksum,
             upto=give.at.steps,
             samples_from=give.samples[0],
             samples_to=give.samples[1],
             upto_tokens=give.at.tokens,
             journal_json=journal,
         )
+        resume = give.again
         while True:
             try:
-                reply = await lane.upload(header, data, link.count_sent)
+                reply = await lanes.upload(header, data, resume)
             except WireError as error:
                 log.debug("%s: fragment %d was not sent: %s", link.name, question.fragment, error)
             else:
                 if not reply.accepted:
                     log.debug("%s: fragment %d was not taken: %s", link.name, question.fragment, reply.reason)
                 if not reply.damaged:
+                    self._delivered(encoded)
                     return
+            resume = True
             await asyncio.sleep(RETRY_TRANSFER_S)
-            # After a new welcome everything is asked anew.
+            if link.lanes is not lanes:
+                return  # after a new welcome it is asked for again, if it is still wanted
             with link.changed:
-                if link.lane is not lane or not exchange.still_wanted(question):
-                    return
+                wanted = exchange.still_wanted(question)
+            if not wanted:
+                self._delivered(encoded)
+                return
+
+    def _delivered(self, encoded: Encoded) -> None:
+        fragment = encoded.give.question.fragment
+        with self._link.changed:
+            assert self._link.exchange is not None
+            self._link.exchange.delivered(encoded.give.question)
+            kept = self._encoded.get(fragment)
+            if kept is not None and kept.data is encoded.data:
+                del self._encoded[fragment]
 
     # ------------------------------------------------------------ merged fragments
 
@@ -139,10 +175,15 @@ class Transfers:
         with link.changed:
             have, values_had = self._newest_here(fragment)
         wanted = pb.Fetch(fragment=fragment, version=version.version, have=have)
+        download = self._downloads.get(fragment)
+        if download is None or download.wanted != wanted:
+            download = self._downloads[fragment] = Download(wanted, lambda header: self._check_size(wanted, header))
         try:
-            header, data = await self._download(wanted)
+            await self._download(download)
         except WireError as error:
             log.debug("%s: fragment %d was not fetched: %s", link.name, fragment, error)
+            if isinstance(error, NotAsWanted):
+                self._downloads.pop(fragment, None)
             link.again(RETRY_TRANSFER_S, lambda: exchange.fetch_failed(version))
             return
 
@@ -150,10 +191,17 @@ class Transfers:
             since_step = exchange.uncounted_since(version).steps
 
         def decode() -> Prepared:
+            header, data = download.finish()
             values = self._decode(header, data, values_had)
             return replica.prepare(fragment, values, since_step)
 
-        prepared = decode() if replica.quick else await link.off_loop(decode)
+        self._downloads.pop(fragment, None)
+        try:
+            prepared = decode() if replica.quick else await link.off_loop(decode)
+        except WireError as error:
+            log.debug("%s: fragment %d did not arrive as it was sent: %s", link.name, fragment, error)
+            link.again(RETRY_TRANSFER_S, lambda: exchange.fetch_failed(version))
+            return
         with link.changed:
             if exchange.fetched(version):
                 link.prepared[fragment] = prepared
@@ -165,7 +213,10 @@ class Transfers:
         link, replica = self._link, self._link.replica
         assert replica is not None
         try:
-            _, data = await self._download(pb.Fetch(fragment=part, version=0))
+            wanted = pb.Fetch(fragment=part, version=0)
+            download = Download(wanted, lambda header: self._check_size(wanted, header))
+            await self._download(download)
+            _, data = download.finish()
         except WireError as error:
             log.debug("%s: the fixed part was not fetched: %s", link.name, error)
             link.again(RETRY_TRANSFER_S, lambda: link.spawn(self.fetch_fixed(part)) if link.connected else None)
@@ -206,10 +257,10 @@ class Transfers:
             raise WireError(f"fragment {header.fragment} should be in {name}, {header.codec!r} declared")
         return fragment_codec(name, layout, fragment), fragment.numel
 
-    async def _download(self, wanted: pb.Fetch) -> tuple[pb.Fetched, memoryview]:
-        lane = self._link.lane
-        assert lane is not None
-        return await lane.fetch(wanted, lambda header: self._check_size(wanted, header), self._link.count_received)
+    async def _download(self, download: Download) -> None:
+        lanes = self._link.lanes
+        assert lanes is not None
+        await lanes.fetch(download)
 
     def _check_size(self, wanted: pb.Fetch, header: pb.Fetched) -> None:
         assert self._link.replica is not None

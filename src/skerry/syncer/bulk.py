@@ -18,11 +18,11 @@ from skerry.core.fragment_codec import fragment_codec
 from skerry.core.merge import FragmentState, publish
 from skerry.core.syncer import SyncerCore
 from skerry.errors import WireError
-from skerry.syncer.lane import MAX_NAME, Lane, Unhealthy, first_message
+from skerry.syncer.lane import MAX_NAME, Busy, Damaged, Lane, Receiving, Unhealthy, first_message
 from skerry.syncer.published import Published
 from skerry.syncer.relay import Relay
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import cut
+from skerry.wire.chunks import Assembly, chunk, count_chunks
 
 MAX_COUNT = 1 << 53
 MAX_PROGRESS = 1e12
@@ -57,7 +57,8 @@ class Bulk:
         self._published: list[Published | None] = [None] * len(layout.fragments)
         self._published.append(Published(0, "safetensors", memoryview(fixed)))
         self._deltas: dict[tuple[int, str], Tensor] = {}
-        self._under_way: set[tuple[str, int]] = set()
+        self._receiving: dict[tuple[str, int], Receiving] = {}
+        """By learner and fragment."""
         self._last_sent: dict[tuple[str, int], tuple[int, int]] = {}
         """Checksum and steps of each learner's last contribution to each fragment."""
         self.relay = Relay(layout, host)
@@ -117,14 +118,19 @@ class Bulk:
                 first = pb.BulkToLearner(fetched=header)
             else:
                 first, data = pb.BulkToLearner(state=item[0]), item[1]
-            for number, chunk in enumerate(cut(data)):
-                message = first if number == 0 else pb.BulkToLearner()
-                message.chunk = chunk
+            start, stop = 0, count_chunks(len(data))
+            if isinstance(item, pb.Fetch) and not first.fetched.reason:
+                start = item.first_chunk
+                stop = min(stop, start + item.chunks) if item.chunks else stop
+            message = first
+            for number in range(start, max(stop, start + 1)):
+                message.chunk = chunk(data, number)
                 await write(message)
                 self.bytes_moved(lane.name)
+                message = pb.BulkToLearner()
 
     def _find(self, name: str, session: str, wanted: pb.Fetch) -> tuple[pb.Fetched, memoryview]:
-        header = pb.Fetched(fragment=wanted.fragment, version=wanted.version)
+        header = pb.Fetched(fragment=wanted.fragment, version=wanted.version, first_chunk=wanted.first_chunk)
         nothing = memoryview(b"")
         if not self._host.is_connected(name, session):
             header.reason = f"{name[:MAX_NAME]!r} is not connected with this session"
@@ -177,15 +183,28 @@ class Bulk:
             raise WireError(f"fragment {header.fragment} is {size} bytes in {self._sync.send}, {header.size_bytes} declared")
         return offer
 
-    def claim(self, name: str, fragment: int) -> bool:
-        """Whether this learner may send this fragment now: not if it is sending it already."""
-        if (name, fragment) in self._under_way:
-            return False
-        self._under_way.add((name, fragment))
-        return True
+    def receiving(self, name: str, session: str, header: pb.Upload) -> Receiving:
+        """What has come of this contribution so far, on whichever lane. A newer one takes the place of one that was not
+        finished."""
+        found = self._receiving.get((name, header.fragment))
+        if found is None or not found.is_of(session, header):
+            if found is not None and found.complete:
+                raise Busy(f"another upload of fragment {header.fragment} is under way; try again later")
+            found = self._receiving[name, header.fragment] = Receiving(session, header)
+        return found
 
-    def release(self, name: str, fragment: int) -> None:
-        self._under_way.discard((name, fragment))
+    def received(self, name: str, receiving: Receiving) -> None:
+        """Nothing more is done with it."""
+        if self._receiving.get((name, receiving.header.fragment)) is receiving:
+            del self._receiving[name, receiving.header.fragment]
+
+    def tidy(self) -> None:
+        """Forget what was begun, is not being sent, and would not be taken any more."""
+        may_come = self._host.core.may_still_come
+        for (name, fragment), receiving in list(self._receiving.items()):
+            being_sent = receiving.lanes or receiving.complete
+            if not being_sent and not may_come(name, receiving.session, fragment, receiving.header.step):
+                self.received(name, receiving)
 
     def bytes_moved(self, name: str) -> None:
         self._host.bytes_moved(name)
@@ -202,10 +221,10 @@ class Bulk:
         if text and self._host.is_connected(name, session):
             self._host.journal(name, session, text)
 
-    async def take(self, name: str, session: str, header: pb.Upload, data: memoryview) -> None:
+    async def take(self, name: str, session: str, header: pb.Upload, assembly: Assembly) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
         numel = self._layout.fragments[header.fragment].numel
-        delta, norm = await asyncio.get_running_loop().run_in_executor(None, self._decode, header.fragment, data)
+        delta, norm = await asyncio.get_running_loop().run_in_executor(None, self._decode, header.fragment, assembly)
         # Much may have happened meanwhile.
         if len(self._last_sent) > MAX_REMEMBERED:
             self._last_sent.clear()  # names of learners that came and went; to forget the others costs one look
@@ -222,8 +241,12 @@ class Bulk:
         if why is not None:
             raise Unhealthy(why)
 
-    def _decode(self, fragment: int, data: memoryview) -> tuple[Tensor, float]:
+    def _decode(self, fragment: int, assembly: Assembly) -> tuple[Tensor, float]:
         """The contribution and its norm, which is infinite if there is something in it that no merge could digest."""
+        try:
+            data = assembly.finish()
+        except WireError as error:
+            raise Damaged(str(error)) from None
         numel = self._layout.fragments[fragment].numel
         delta = self._received[fragment].decode(byte_tensor(data), numel)
         if numel == 0:

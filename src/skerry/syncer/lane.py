@@ -24,8 +24,35 @@ Message = TypeVar("Message")
 Outgoing = pb.UploadReply | pb.Fetch | tuple[pb.State, memoryview] | None
 
 
+class Damaged(WireError):
+    """What arrived is not what was sent; it may be sent again."""
+
+
+class Busy(Damaged):
+    """It cannot be taken just now."""
+
+
 class Unhealthy(WireError):
     """A contribution that arrived as it was sent and cannot be merged. The state machine has written it down."""
+
+
+class Receiving:
+    """A contribution that is on its way, on one lane or several. What has come stays when a lane breaks."""
+
+    def __init__(self, session: str, header: pb.Upload) -> None:
+        self.session, self.header = session, header
+        self.assembly = Assembly(header.size_bytes, header.checksum)
+        self.lanes = 0
+        """On which it comes just now."""
+
+    def is_of(self, session: str, header: pb.Upload) -> bool:
+        of = self.header
+        same = (header.step, header.upto, header.size_bytes, header.checksum)
+        return session == self.session and same == (of.step, of.upto, of.size_bytes, of.checksum)
+
+    @property
+    def complete(self) -> bool:
+        return self.assembly.complete
 
 
 class Lane:
@@ -35,9 +62,13 @@ class Lane:
         self.name, self.session = name, session
         self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue(LANE_QUEUE)
         self._bulk = bulk
-        self._header: pb.Upload | pb.State | None = None
-        self._assembly: Assembly | None = None
-        self._decoding: set[asyncio.Task[None]] = set()
+        self._receiving: Receiving | None = None
+        self._state: tuple[pb.State, Assembly] | None = None
+        self._named = False
+        """What comes belongs to something, wanted or not."""
+        self._following = 0
+        """The number of the chunk that comes next."""
+        self._taking: set[asyncio.Task[None]] = set()
 
     async def read(self, messages: AsyncIterator[pb.BulkToSyncer | None]) -> None:
         try:
@@ -54,20 +85,20 @@ class Lane:
                     self._fetch_state(message.fetch_state.part)
                     continue
                 if kind == "upload":
-                    await self._end_early()
+                    self._put_down()
                     await self._begin(message.upload)
                 elif kind == "state":
-                    await self._end_early()
+                    self._put_down()
                     self._begin_state(message.state)
-                elif self._header is None:
+                elif not self._named:
                     await self._refuse(None, WireError("an upload must start with its header"))
-                await self._add(message.chunk)
-            await self._end_early()
-            await asyncio.gather(*self._decoding)
+                if not message.upload.resume:
+                    await self._add(message.chunk)
+            await asyncio.gather(*self._taking)
             await self.outbox.put(None)
         finally:
-            # What is half here will not be finished. What is being decoded has arrived, and counts.
-            self._drop()
+            # What is half here may be finished on another lane. What is being decoded has arrived, and counts.
+            self._put_down()
 
     def _fetch_state(self, part: int) -> None:
         def deliver(header: pb.State, data: memoryview) -> None:
@@ -81,7 +112,7 @@ class Lane:
             deliver(pb.State(part=part, reason=f"{self.name[:MAX_NAME]!r} is not connected with this session"), NOTHING)
 
     def _begin_state(self, header: pb.State) -> None:
-        self._header = header
+        self._named = True
         try:
             if not self._bulk.is_connected(self.name, self.session):
                 raise WireError("not connected with this session")
@@ -93,77 +124,82 @@ class Lane:
         if header.reason:
             self._bulk.relay.given(header, NOTHING)
         else:
-            self._assembly = Assembly(header.size_bytes, header.checksum)
+            self._state, self._following = (header, Assembly(header.size_bytes, header.checksum)), 0
 
-    async def _refuse(self, header: pb.Upload | None, error: WireError, damaged: bool = False) -> None:
+    async def _refuse(self, header: pb.Upload | None, error: WireError) -> None:
         self._bulk.refused(self.name, header, str(error))
-        await self._reply(header, error, damaged)
+        await self._reply(header, error)
 
-    async def _reply(self, header: pb.Upload | None, error: WireError, damaged: bool = False) -> None:
+    async def _reply(self, header: pb.Upload | None, error: WireError) -> None:
         fragment, step = (header.fragment, header.step) if header is not None else (0, 0)
-        await self.outbox.put(pb.UploadReply(fragment=fragment, step=step, reason=str(error), damaged=damaged))
+        reply = pb.UploadReply(fragment=fragment, step=step, reason=str(error), damaged=isinstance(error, Damaged))
+        await self.outbox.put(reply)
 
-    def _drop(self) -> None:
-        """Nothing more is wanted of the contribution begun last: its chunks are passed over until another begins."""
-        if self._assembly is not None and isinstance(self._header, pb.Upload):
-            self._bulk.release(self.name, self._header.fragment)
-        if self._assembly is not None and isinstance(self._header, pb.State):
-            self._bulk.relay.failed(self._header, "the peer's stream broke")
-        self._assembly = None
+    def _put_down(self) -> None:
+        """Chunks that come now belong to nothing, until something is named."""
+        if self._receiving is not None:
+            self._receiving.lanes -= 1
+        if self._state is not None:
+            self._bulk.relay.failed(self._state[0], "the peer's stream broke")
+        self._receiving = self._state = None
 
     async def _begin(self, header: pb.Upload) -> None:
-        self._header = header
+        self._named = True
         self._bulk.journal(self.name, self.session, header.journal_json)
         try:
             self._bulk.check(self.name, self.session, header)
+            receiving = self._bulk.receiving(self.name, self.session, header)
         except WireError as error:
             await self._refuse(header, error)
             return
-        if not self._bulk.claim(self.name, header.fragment):
-            busy = WireError(f"another upload of fragment {header.fragment} is under way; try again later")
-            await self._refuse(header, busy, damaged=True)
+        if header.resume:
+            missing = [number for run in receiving.assembly.missing for number in run]
+            await self.outbox.put(pb.UploadReply(fragment=header.fragment, step=header.step, missing=missing))
             return
-        self._assembly = Assembly(header.size_bytes, header.checksum)
+        receiving.lanes += 1
+        self._receiving, self._following = receiving, header.first_chunk
 
     async def _add(self, chunk: bytes) -> None:
-        if self._assembly is None or self._header is None:
+        receiving, state = self._receiving, self._state
+        assembly = receiving.assembly if receiving is not None else state[1] if state is not None else None
+        if assembly is None or assembly.complete or (not chunk and assembly.size_bytes):
+            return  # not wanted, or a header alone
+        number, self._following = self._following, self._following + 1
+        if state is not None:
+            self._add_to_state(*state, number, chunk)
+        if receiving is None:
             return
         try:
-            self._assembly.add(chunk)
+            receiving.assembly.add(number, chunk)
         except WireError as error:
-            self._drop()
-            if isinstance(self._header, pb.Upload):
-                await self._refuse(self._header, error)
+            self._put_down()
+            self._bulk.received(self.name, receiving)
+            await self._refuse(receiving.header, Damaged(str(error)))
             return
         self._bulk.bytes_moved(self.name)
-        if self._assembly.complete:
-            await self._finish(self._header, self._assembly)
+        if receiving.complete:
+            self._put_down()
+            self._named = False
+            task = asyncio.get_running_loop().create_task(self._take(receiving))
+            self._taking.add(task)
+            task.add_done_callback(self._taking.discard)
 
-    async def _end_early(self) -> None:
-        if self._assembly is not None and self._header is not None:
-            await self._finish(self._header, self._assembly)
-
-    async def _finish(self, header: pb.Upload | pb.State, assembly: Assembly) -> None:
-        self._header = self._assembly = None
+    def _add_to_state(self, header: pb.State, assembly: Assembly, number: int, chunk: bytes) -> None:
         try:
+            assembly.add(number, chunk)
+            if not assembly.complete:
+                return
             data = assembly.finish()
         except WireError as error:
-            if isinstance(header, pb.State):
-                self._bulk.relay.failed(header, str(error))
-                return
-            self._bulk.release(self.name, header.fragment)
-            await self._refuse(header, error, damaged=True)
-            return
-        if isinstance(header, pb.State):
+            self._bulk.relay.failed(header, str(error))
+        else:
             self._bulk.relay.given(header, data)
-            return
-        task = asyncio.get_running_loop().create_task(self._take(header, data))
-        self._decoding.add(task)
-        task.add_done_callback(self._decoding.discard)
+        self._state = None
 
-    async def _take(self, header: pb.Upload, data: memoryview) -> None:
+    async def _take(self, receiving: Receiving) -> None:
+        header = receiving.header
         try:
-            await self._bulk.take(self.name, self.session, header, data)
+            await self._bulk.take(self.name, self.session, header, receiving.assembly)
         except Unhealthy as error:
             await self._reply(header, error)
         except WireError as error:
@@ -171,7 +207,7 @@ class Lane:
         else:
             await self.outbox.put(pb.UploadReply(fragment=header.fragment, step=header.step, accepted=True))
         finally:
-            self._bulk.release(self.name, header.fragment)
+            self._bulk.received(self.name, receiving)
 
 
 async def first_message(messages: AsyncIterator[Message]) -> Message | None:

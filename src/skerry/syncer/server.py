@@ -462,6 +462,7 @@ class SyncerServer:
                 if not connection.told and connection.outbox.qsize() < CONTROL_QUEUE // 2:
                     connection.send(progress)
                 connection.told = False
+            self._bulk.tidy()
             if self.clock.now() >= metrics_at:
                 metrics_at = self.clock.now() + METRICS_EVERY_S
                 self._write_summary()

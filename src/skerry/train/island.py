@@ -31,6 +31,7 @@ def run_island(
     *,
     keep: str | None = None,
     region: str = "",
+    cap_mbit: float | None = None,
     clock: Clock | None = None,
     on_joined: Callable[[Learner], None] | None = None,
 ) -> None:
@@ -44,6 +45,8 @@ def run_island(
         tls=tls,
         keep=keep,
         region=region,
+        connections=config.islands.connections,
+        cap_mbit=config.islands.cap_mbit if cap_mbit is None else cap_mbit,
         clock=clock,
     )
     where = (learner.slot, learner.step, learner.optimizer_state, job.device)

@@ -1,8 +1,6 @@
-"""A vector's bytes as a stream of bounded chunks, with declared size and checksum, and back. Nothing is trusted on arrival."""
+"""A vector's bytes as numbered chunks, with declared size and checksum, and back. Nothing is trusted on arrival."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from skerry.core.codec import checksum
 from skerry.core.fragment import Layout
@@ -12,42 +10,67 @@ CHUNK_BYTES = 1 << 20
 STATE_PART_BYTES = 16 << 20
 """Optimizer state travels in parts; parameters are put into one until it has about this many bytes."""
 
+Run = tuple[int, int]
+"""Chunks that follow each other: the first one's number, and how many."""
+
 
 def state_limit_bytes(layout: Layout) -> int:
     """No part can be larger: the parameter put in last may be the largest there is, with several tensors of state."""
     return 4 * STATE_PART_BYTES + 16 * max((spec.numel for spec in layout.tensors), default=0)
 
 
-def cut(data: memoryview) -> Iterator[bytes]:
-    """At least one chunk, even of nothing: the header travels with the first."""
-    for start in range(0, max(len(data), 1), CHUNK_BYTES):
-        yield bytes(data[start : start + CHUNK_BYTES])
+def count_chunks(size_bytes: int) -> int:
+    """At least one chunk, even of nothing: the header travels with it."""
+    return max(1, -(-size_bytes // CHUNK_BYTES))
+
+
+def chunk(data: memoryview, number: int) -> bytes:
+    return bytes(data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+
+
+def in_runs(runs: list[Run], most: int) -> list[Run]:
+    """The same chunks in runs of at most so many."""
+    return [(start, min(most, first + count - start)) for first, count in runs for start in range(first, first + count, most)]
 
 
 class Assembly:
-    """Puts chunks together. Memory is bounded by the declared size, which the caller has checked against what it expects."""
+    """Puts chunks together, in whichever order they come. Memory is bounded by the declared size, which the caller has checked
+    against what it expects."""
 
     def __init__(self, size_bytes: int, expected_checksum: int) -> None:
+        self.size_bytes = size_bytes
         self._buffer = bytearray(size_bytes)
-        self._filled = 0
         self._checksum = expected_checksum
+        self.chunks = count_chunks(size_bytes)
+        self._missing = set(range(self.chunks))
 
-    def add(self, chunk: bytes) -> None:
-        if len(chunk) > CHUNK_BYTES:
-            raise WireError(f"a chunk of {len(chunk)} bytes is larger than the limit of {CHUNK_BYTES}")
-        end = self._filled + len(chunk)
-        if end > len(self._buffer):
-            raise WireError(f"oversized: {end} bytes or more arrived, {len(self._buffer)} were declared")
-        self._buffer[self._filled : end] = chunk
-        self._filled = end
+    def add(self, number: int, data: bytes) -> None:
+        if number >= self.chunks:
+            raise WireError(f"oversized: chunk {number} arrived, {self.size_bytes} bytes were declared")
+        start = number * CHUNK_BYTES
+        size = min(CHUNK_BYTES, self.size_bytes - start)
+        if len(data) != size:
+            raise WireError(f"chunk {number} has {len(data)} bytes, not {size}")
+        self._buffer[start : start + size] = data
+        self._missing.discard(number)
 
     @property
     def complete(self) -> bool:
-        return self._filled == len(self._buffer)
+        return not self._missing
+
+    @property
+    def missing(self) -> list[Run]:
+        runs: list[Run] = []
+        for number in sorted(self._missing):
+            if runs and sum(runs[-1]) == number:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((number, 1))
+        return runs
 
     def finish(self) -> memoryview:
-        if self._filled != len(self._buffer):
-            raise WireError(f"truncated: {self._filled} bytes arrived, {len(self._buffer)} were declared")
+        """The whole. Takes a while if it is large."""
+        assert self.complete
         actual = checksum(self._buffer)
         if actual != self._checksum:
             raise WireError(f"checksum mismatch: declared {self._checksum:08x}, received {actual:08x}")

@@ -363,7 +363,7 @@ class BulkHello(_message.Message):
     def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class Upload(_message.Message):
-    __slots__ = ("fragment", "step", "base", "steps", "tokens", "upto", "codec", "size_bytes", "checksum", "samples_from", "samples_to", "upto_tokens", "journal_json")
+    __slots__ = ("fragment", "step", "base", "steps", "tokens", "upto", "codec", "size_bytes", "checksum", "samples_from", "samples_to", "upto_tokens", "journal_json", "first_chunk", "resume")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +377,8 @@ class Upload(_message.Message):
     SAMPLES_TO_FIELD_NUMBER: _ClassVar[int]
     UPTO_TOKENS_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_JSON_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     step: int
     base: int
@@ -390,17 +392,23 @@ class Upload(_message.Message):
     samples_to: int
     upto_tokens: int
     journal_json: str
-    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., upto: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., samples_from: _Optional[int] = ..., samples_to: _Optional[int] = ..., upto_tokens: _Optional[int] = ..., journal_json: _Optional[str] = ...) -> None: ...
+    first_chunk: int
+    resume: bool
+    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., upto: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., samples_from: _Optional[int] = ..., samples_to: _Optional[int] = ..., upto_tokens: _Optional[int] = ..., journal_json: _Optional[str] = ..., first_chunk: _Optional[int] = ..., resume: bool = ...) -> None: ...
 
 class Fetch(_message.Message):
-    __slots__ = ("fragment", "version", "have")
+    __slots__ = ("fragment", "version", "have", "first_chunk", "chunks")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
     have: int
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., have: _Optional[int] = ...) -> None: ...
+    first_chunk: int
+    chunks: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., have: _Optional[int] = ..., first_chunk: _Optional[int] = ..., chunks: _Optional[int] = ...) -> None: ...
 
 class FetchState(_message.Message):
     __slots__ = ("part",)
@@ -445,21 +453,23 @@ class BulkToLearner(_message.Message):
     def __init__(self, reply: _Optional[_Union[UploadReply, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class UploadReply(_message.Message):
-    __slots__ = ("fragment", "step", "accepted", "reason", "damaged")
+    __slots__ = ("fragment", "step", "accepted", "reason", "damaged", "missing")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     step: int
     accepted: bool
     reason: str
     damaged: bool
-    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., damaged: bool = ...) -> None: ...
+    missing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., damaged: bool = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fetched(_message.Message):
-    __slots__ = ("fragment", "version", "codec", "size_bytes", "checksum", "reason", "since")
+    __slots__ = ("fragment", "version", "codec", "size_bytes", "checksum", "reason", "since", "first_chunk")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -467,6 +477,7 @@ class Fetched(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
     codec: str
@@ -474,4 +485,5 @@ class Fetched(_message.Message):
     checksum: int
     reason: str
     since: int
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., since: _Optional[int] = ...) -> None: ...
+    first_chunk: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., since: _Optional[int] = ..., first_chunk: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,68 @@
+"""How fast bytes go one way, and how fast they may go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+HALF_LIFE_S = 10.0
+"""Of what the measured rate is made of, in seconds in which something was under way."""
+BURST_S = 0.1
+"""A cap holds over this time; within it bytes go as they come."""
+
+
+class Meter:
+    def __init__(self, cap_mbit: float = 0.0) -> None:
+        self._cap = cap_mbit * 1e6 / 8
+        self._free_at = 0.0
+        self._under_way = 0
+        self._since = 0.0
+        self._bytes = 0.0
+        self._busy_s = 0.0
+        self.total_bytes = 0
+        self.total_busy_s = 0.0
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Something is on its way: this time counts."""
+        self._count_time()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._count_time()
+            self._under_way -= 1
+
+    def moved(self, count: int) -> None:
+        self._count_time()
+        self.total_bytes += count
+        self._bytes += count
+
+    def _count_time(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._under_way:
+            passed = now - self._since
+            self.total_busy_s += passed
+            fade = 0.5 ** (passed / HALF_LIFE_S)
+            self._busy_s = self._busy_s * fade + passed
+            self._bytes *= fade
+        self._since = now
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of late, while something was under way; 0 if that is not known yet."""
+        return self._bytes / self._busy_s if self._busy_s > 0.05 else 0.0
+
+    async def allow(self, count: int) -> None:
+        """Wait until so many bytes more may go."""
+        self.charge(count)
+        wait_s = self._free_at - asyncio.get_running_loop().time()
+        if self._cap and wait_s > 0:
+            await asyncio.sleep(wait_s)
+
+    def charge(self, count: int) -> None:
+        """So many bytes went that nobody waited for."""
+        if self._cap:
+            earliest = asyncio.get_running_loop().time() - BURST_S
+            self._free_at = max(self._free_at, earliest) + count / self._cap

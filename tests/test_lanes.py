@@ -1,0 +1,201 @@
+"""Large fragments over several connections, through links that are slow and break in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from islands import RawLearner, assert_same, poll, tape
+from torch import nn
+
+import skerry
+from skerry.chaos.proxy import Condition, LinkProxy, LinkState
+from skerry.config import SyncConfig
+from skerry.syncer.run_folder import read_model
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import CHUNK_BYTES, chunk, count_chunks
+from skerry.wire.meter import Meter
+
+
+def large_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(1024, 4096, bias=False)  # 16 MiB
+
+
+EXACT = SyncConfig(
+    fragments=1, every=2, overlap=1, quorum=1, outer_lr=1.0, outer_momentum=0.0, send="fp32", outlier=0.0, silence_s=30.0
+)
+
+
+class Training:
+    """An island that trains in a thread of its own until it is told to stop."""
+
+    def __init__(self, address: str, **options: float) -> None:
+        self.model = large_model()
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.learner = skerry.join(address, self.model, optimizer, name="a", timeout_s=60, **options)
+        self._over = threading.Event()
+
+        def work() -> None:
+            for step in range(1 << 30):
+                if self._over.wait(0.005) or self.learner.finished:
+                    return
+                inputs = torch.randn(2, 1024, generator=torch.Generator().manual_seed(step))
+                optimizer.zero_grad()
+                self.model(inputs).square().mean().backward()
+                optimizer.step()
+
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(60)
+        self.learner.leave(timeout_s=60)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return skerry.create(tmp_path / "run", large_model(), EXACT)
+
+
+@pytest.fixture
+def proxied(folder: Path, start_syncer) -> Iterator[tuple[LinkProxy, str]]:
+    host, port = start_syncer(folder).address.split(":")
+    proxy = LinkProxy(["a"], (host, int(port)))
+    yield proxy, proxy.address("a")
+    proxy.close()
+
+
+def test_a_large_fragment_uses_the_connections_there_are(folder: Path, start_syncer) -> None:
+    syncer = start_syncer(folder)
+    port = int(syncer.address.split(":")[1])
+
+    def connections() -> int:
+        found = psutil.Process().net_connections("tcp")
+        return sum(1 for c in found if c.raddr and c.raddr.port == port and c.status == psutil.CONN_ESTABLISHED)
+
+    island = Training(syncer.address, connections=3)
+    poll(lambda: len(tape(folder, "merged")) >= 3, "a few merges")
+    assert connections() == 1 + 3
+    island.stop()
+    assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
+
+
+def test_what_breaks_in_the_middle_is_finished_and_not_begun_again(folder: Path, proxied: tuple[LinkProxy, str]) -> None:
+    proxy, address = proxied
+    island = Training(address)
+    link = island.learner._link
+    slow = Condition(bytes_per_s=40e6)
+    proxy.set("a", LinkState(up=slow, down=slow))
+    for way in (link.sent, link.received, link.sent, link.received):
+        before = way.total_bytes
+        poll(lambda way=way, before=before: way.total_bytes - before > 5 << 20, "something to be under way")
+        proxy.set("a", LinkState(cut=True))
+        proxy.set("a", LinkState(up=slow, down=slow))
+        merged = len(tape(folder, "merged"))
+        poll(lambda merged=merged: len(tape(folder, "merged")) > merged, "a merge after the link came back")
+    proxy.set("a", LinkState())
+    island.stop()
+    assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
+    assert not tape(folder, "unhealthy")
+    whole = 16 << 20
+    assert link.sent.total_bytes < whole * (len(tape(folder, "merged")) + 2), "what had arrived was not sent again"
+
+
+def test_a_syncer_says_what_is_missing_and_takes_the_rest_on_any_lane(tmp_path: Path, start_syncer) -> None:
+    model = nn.Linear(1024, 2048, bias=False)
+    folder = skerry.create(tmp_path / "run", model, SyncConfig(fragments=1, every=1, overlap=0, outer_lr=1.0))
+    syncer = start_syncer(folder)
+
+    async def scenario() -> None:
+        async with RawLearner(syncer.address, model, 1) as raw:
+            await raw.join()
+            ask = await raw.next_ask()
+            header, data = raw.contribution(ask)
+            parts = [chunk(memoryview(data), number) for number in range(count_chunks(len(data)))]
+            assert len(parts) == 4
+
+            def part(number: int) -> pb.BulkToSyncer:
+                message = pb.BulkToSyncer(upload=header, chunk=parts[number])
+                message.upload.first_chunk = number
+                return message
+
+            async def missing(lane) -> list[int]:
+                message = pb.BulkToSyncer(upload=header)
+                message.upload.resume = True
+                await lane.write(message)
+                return list((await lane.read()).reply.missing)
+
+            async with raw.lane() as first:
+                assert await missing(first) == [0, 4]
+                await first.write(part(2))
+                assert await missing(first) == [0, 2, 3, 1]
+            async with raw.lane() as second, raw.lane() as third:
+                await second.write(part(0))
+                await third.write(part(3))
+                # A lane is read in order, so its answer comes after what it was sent.
+                assert await missing(second) in ([1, 1], [1, 1, 3, 1])
+                assert await missing(third) == [1, 1]
+                await second.write(part(1))
+                assert (await second.read()).reply.accepted
+            await raw.receive("announce")
+            # Parts of a version are handed out as they are asked for.
+            async with raw.lane() as lane:
+                await lane.write(pb.BulkToSyncer(fetch=pb.Fetch(fragment=0, version=1, first_chunk=5, chunks=2)))
+                first_part, second_part = await lane.read(), await lane.read()
+                assert first_part.fetched.first_chunk == 5 and first_part.fetched.size_bytes == 8 << 20
+                await lane.write(pb.BulkToSyncer(fetch=pb.Fetch(fragment=0, version=1)))
+                whole = [await lane.read() for _ in range(8)]
+                assert [first_part.chunk, second_part.chunk] == [message.chunk for message in whole[5:7]]
+
+    asyncio.run(scenario())
+
+
+def test_what_was_begun_is_forgotten_when_nobody_wants_it_any_more(tmp_path: Path, start_syncer) -> None:
+    model = nn.Linear(1024, 2048, bias=False)
+    folder = skerry.create(tmp_path / "run", model, SyncConfig(fragments=1, every=1, overlap=0, quorum=1, grace=0.0))
+    syncer = start_syncer(folder)
+
+    async def scenario() -> None:
+        async with RawLearner(syncer.address, model, 1) as slow, RawLearner(syncer.address, model, 1, "quick") as quick:
+            await slow.join()
+            await quick.join()
+            ask = await slow.next_ask()
+            header, data = slow.contribution(ask)
+            async with slow.lane() as lane:
+                await lane.write(pb.BulkToSyncer(upload=header, chunk=chunk(memoryview(data), 0)))
+                asked = await quick.next_ask()
+                assert asked.step == ask.step
+                assert (await quick.give(asked)).accepted
+                await slow.receive("announce")
+                # The round is over: the rest is not wanted, and said to be so.
+                for number in range(1, 4):
+                    await lane.write(pb.BulkToSyncer(chunk=chunk(memoryview(data), number)))
+                reply = (await lane.read()).reply
+                assert not reply.accepted and "round" in reply.reason and not reply.damaged
+
+    asyncio.run(scenario())
+
+
+def test_a_cap_holds_over_time() -> None:
+    async def send(meter: Meter, sizes: list[int]) -> float:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        with meter.under_way():
+            for size in sizes:
+                await meter.allow(size)
+                meter.moved(size)
+        return loop.time() - started
+
+    capped = Meter(cap_mbit=80.0)  # 10 MB/s
+    assert asyncio.run(send(capped, [CHUNK_BYTES // 4] * 20)) >= 0.5 * 20 / 4 * CHUNK_BYTES / 10e6
+    assert capped.total_bytes == 5 * CHUNK_BYTES and 0 < capped.bytes_per_s <= 20e6
+    free = Meter()
+    asyncio.run(send(free, [CHUNK_BYTES] * 1000))
+    assert free.total_bytes == 1000 * CHUNK_BYTES
