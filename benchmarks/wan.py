@@ -1,0 +1,265 @@
+"""Training over links as thin and as long as ordinary ones between sites: Skerry beside data-parallel training, in one run.
+
+    python benchmarks/wan.py [--quick] [--out FILE] [--plot FILE]
+
+Two islands and a syncer, each in a network namespace of its own, with links of a given bandwidth and delay
+(benchmarks/wan/switch.py; needs root). All train the same model on the same data, one thread each. The islands have one half
+of the machine's cores, the syncer and the switch the other, as they would be on machines of their own. Utilisation is inner
+steps a second over those of islands that train beside each other without any network, before and after. Bytes are those
+that the switch counted, with all headers, control messages and TLS. The data-parallel side is DistributedDataParallel over gloo, with gradients sent
+in 16 bits (as fp16: gloo does not offer bf16, which has the same size).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "wan"))
+
+import torch
+import trustme
+from switch import Switch, switched
+
+import skerry
+from skerry.config import Config, IslandsConfig, ModelConfig, SyncConfig, TrainConfig, to_json
+from skerry.train.job import build_job
+
+ISLANDS = 2
+CORES = sorted(os.sched_getaffinity(0))
+ISLAND_CORES, OTHER_CORES = CORES[: max(1, len(CORES) // 2)], CORES[len(CORES) // 2 :]
+DELAY_S = 0.02
+"""Each way on each link, so that a round trip between two sites takes four of them."""
+DECOUPLED = SyncConfig(fragments=24, every=24, overlap=2, start_with=ISLANDS, send="bf16", publish="bf16", silence_s=60.0)
+SPARSE = dataclasses.replace(DECOUPLED, every=96, send="topk1", publish="topk3", outer_momentum=0.0)
+ARMS: dict[str, SyncConfig | None] = {
+    "dp": None,
+    "diloco": DECOUPLED.for_algorithm("diloco"),
+    "streaming": DECOUPLED.for_algorithm("streaming"),
+    "decoupled bf16": DECOUPLED,
+    "decoupled int4": dataclasses.replace(DECOUPLED, send="int4", publish="int4"),
+    "decoupled topk, H = 96": SPARSE,
+}
+
+
+@dataclass
+class Measured:
+    arm: str
+    mbit: float
+    steps_per_s: float
+    up_bytes: float
+    """By an island, for one of its steps."""
+    down_bytes: float
+    steps: int
+
+
+class Bench:
+    def __init__(self, switch: Switch, place: Path, size: str, batch: int) -> None:
+        self._switch, self._place = switch, place
+        self._islands = [f"island{index}" for index in range(ISLANDS)]
+        config = Config(
+            model=ModelConfig(size=size, context=128),
+            train=TrainConfig(batch=batch, tokens=10**12),
+            islands=IslandsConfig(count=ISLANDS),
+        )
+        self._config = config.resolved()
+        (place / "job.json").write_text(to_json(self._config))
+        self._model = build_job(self._config).model
+        self.parameters = sum(p.numel() for p in self._model.parameters())
+        authority = trustme.CA()
+        leaf = authority.issue_cert(switch.address("syncer"))
+        authority.cert_pem.write_to_path(place / "ca.pem")
+        (place / "syncer.key").write_bytes(leaf.private_key_pem.bytes())
+        (place / "syncer.pem").write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+        self._runs = 0
+
+    @contextlib.contextmanager
+    def running(self, arm: str) -> Iterator[list[Path]]:
+        """The processes of one arm; gives the files in which islands write down their steps."""
+        self._runs += 1
+        folder = self._place / f"run{self._runs}"
+        folder.mkdir()
+        processes: list[subprocess.Popen[bytes]] = []
+        environment = {**os.environ, "PYTHONPATH": str(Path(skerry.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+        way, address = ("alone", "-") if arm == "alone" else ("dp", f"{self._switch.address('island0')}:29500")
+
+        def start(host: str, *words: str, **more: str) -> None:
+            with (folder / f"{host}.out").open("w") as output:
+                mine = OTHER_CORES if host == "syncer" else ISLAND_CORES
+                command = ["taskset", "-c", ",".join(map(str, mine)), *self._switch.command(host, sys.executable, *words)]
+                processes.append(subprocess.Popen(command, stdout=output, stderr=output, env={**environment, **more}))
+
+        sync = ARMS.get(arm)
+        if sync is not None:
+            way, address = "skerry", f"{self._switch.address('syncer')}:7070"
+            skerry.create(folder / "run", self._model, sync)
+            keys = ("--cert", str(self._place / "syncer.pem"), "--key", str(self._place / "syncer.key"))
+            start("syncer", "-m", "skerry", "syncer", str(folder / "run"), "--address", address, *keys)
+        logs = []
+        for index, host in enumerate(self._islands):
+            logs.append(folder / f"{host}.steps")
+            words = (way, str(index), str(ISLANDS), address, str(logs[-1]), str(self._place / "job.json"))
+            start(host, str(Path(__file__).parent / "wan" / "loop.py"), *words, SKERRY_TLS_CA=str(self._place / "ca.pem"))
+        try:
+            deadline = time.monotonic() + 240
+            while not all(log.exists() and len(steps_in(log)) >= 2 for log in logs):
+                ended = [process.args for process in processes if process.poll() is not None]
+                if ended or time.monotonic() > deadline:
+                    said = "\n".join(path.read_text()[-1500:] for path in folder.glob("*.out"))
+                    raise SystemExit(f"{arm} did not start training:\n{said}")
+                time.sleep(0.2)
+            yield logs
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+
+    def measure(self, arm: str, logs: list[Path], mbit: float, seconds: float) -> Measured:
+        for host in self._islands:
+            self._switch.set(host, mbit, DELAY_S)
+        settle(logs, 2 if arm != "dp" else 1)
+        before = [dict(self._switch.ports[host].bytes) for host in self._islands]
+        started = time.monotonic()
+        if arm == "dp":  # whole steps, of which a thin link allows few
+            first = [steps_in(log)[-1] for log in logs]
+            while (
+                time.monotonic() - started < max(seconds, 150) and min(steps_in(log)[-1][1] for log in logs) < first[0][1] + 4
+            ):
+                time.sleep(0.05)
+            last = [steps_in(log)[-1] for log in logs]
+            rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(first, last, strict=True)]
+            steps = last[0][1] - first[0][1]
+        else:
+            time.sleep(seconds)
+            ended = time.monotonic()
+            counts = [sum(started <= at < ended for at, _ in steps_in(log)) for log in logs]
+            rates, steps = [count / (ended - started) for count in counts], min(counts)
+        after = [dict(self._switch.ports[host].bytes) for host in self._islands]
+        moved = {
+            way: statistics.mean(b[way] - a[way] for a, b in zip(before, after, strict=True)) / max(steps, 1)
+            for way in ("up", "down")
+        }
+        return Measured(arm, mbit, statistics.mean(rates), moved["up"], moved["down"], steps)
+
+
+def steps_in(log: Path) -> list[tuple[float, int]]:
+    lines = log.read_text().splitlines()
+    return [(float(at), int(step)) for at, step in (line.split() for line in lines if line.count(" ") == 1)]
+
+
+def settle(logs: list[Path], steps: int) -> None:
+    """Some steps under the new conditions."""
+    before = [len(steps_in(log)) for log in logs]
+    deadline = time.monotonic() + 200
+    while any(len(steps_in(log)) < n + steps for log, n in zip(logs, before, strict=True)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--mbit", type=float, nargs="*", help="bandwidths to go through")
+    parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--size", default="1m")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    bandwidths = options.mbit or ([10.0] if options.quick else [2.0, 5.0, 15.0, 50.0, 200.0, 1000.0])
+    seconds = 12.0 if options.quick else options.seconds
+    arms = ["dp", "decoupled bf16", "decoupled int4"] if options.quick else list(ARMS)
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, OTHER_CORES)
+    found: list[Measured] = []
+    with tempfile.TemporaryDirectory() as place, switched([*(f"island{i}" for i in range(ISLANDS)), "syncer"]) as switch:
+        bench = Bench(switch, Path(place), options.size, options.batch)
+
+        def alone() -> float:
+            with bench.running("alone") as logs:
+                return bench.measure("alone", logs, 0.0, seconds).steps_per_s
+
+        baseline, free = [alone()], {}
+        print(f"{bench.parameters:,} parameters; alone {baseline[0]:.2f} steps/s", flush=True)
+        for arm in arms:
+            with bench.running(arm) as logs:
+                for mbit in sorted(bandwidths, reverse=True):
+                    found.append(bench.measure(arm, logs, mbit, seconds))
+                    last = found[-1]
+                    share = last.steps_per_s / baseline[-1]
+                    sizes = f"{last.up_bytes / 1e3:9.1f} kB up, {last.down_bytes / 1e3:9.1f} kB down a step"
+                    print(
+                        f"{arm:24s} {mbit:6.0f} Mbit/s  {last.steps_per_s:7.2f} steps/s  {100 * share:5.1f}%  {sizes}",
+                        flush=True,
+                    )
+            baseline.append(alone())
+            free[arm] = statistics.mean(baseline[-2:])
+    print(f"alone {min(baseline):.2f} to {max(baseline):.2f} steps/s")
+    if options.out:
+        facts = {"parameters": bench.parameters, "alone_steps_per_s": baseline, "delay_s": DELAY_S, "islands": ISLANDS}
+        options.out.write_text(json.dumps({**facts, "found": [dataclasses.asdict(m) for m in found]}, indent=1) + "\n")
+    if options.plot:
+        draw(found, free, options.plot)
+    for line in bars(found, free):
+        print(json.dumps(line))
+
+
+def bars(found: list[Measured], free: dict[str, float]) -> list[dict[str, object]]:
+    lines: list[dict[str, object]] = []
+    by = {(m.arm, m.mbit): m for m in found}
+    thin = [m for m in found if m.arm == "dp" and m.steps_per_s / free["dp"] <= 0.04]
+    if thin:
+        dp = max(thin, key=lambda m: m.mbit)
+        at = {"mbit": dp.mbit, "dp_utilisation": round(dp.steps_per_s / free["dp"], 4)}
+        for arm in ("decoupled bf16", "decoupled int4"):
+            if (arm, dp.mbit) in by:
+                mine = by[arm, dp.mbit]
+                share = mine.steps_per_s / free[arm]
+                lines.append(
+                    {"bar": f"utilisation, {arm}", "value": round(share, 4), "target": 0.95, "ok": share >= 0.95, **at}
+                )
+                times = mine.steps_per_s / dp.steps_per_s
+                lines.append(
+                    {"bar": f"times as fast as dp, {arm}", "value": round(times, 1), "target": 20, "ok": times > 20, **at}
+                )
+    for arm, target in (("decoupled bf16", 24), ("decoupled int4", 90), ("decoupled topk, H = 96", 1000)):
+        mine = max((m for m in found if m.arm == arm), key=lambda m: m.mbit, default=None)
+        dp = max((m for m in found if m.arm == "dp"), key=lambda m: m.mbit, default=None)
+        if mine is not None and dp is not None:
+            times = (dp.up_bytes + dp.down_bytes) / (mine.up_bytes + mine.down_bytes)
+            lines.append(
+                {"bar": f"fewer bytes a step than dp, {arm}", "value": round(times, 1), "target": target, "ok": times >= target}
+            )
+    return lines
+
+
+def draw(found: list[Measured], free: dict[str, float], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for arm in dict.fromkeys(m.arm for m in found):
+        points = sorted((m.mbit, 100 * m.steps_per_s / free[arm]) for m in found if m.arm == arm)
+        axes.plot(*zip(*points, strict=True), marker="o", label=arm)
+    axes.set(xscale="log", xlabel="bandwidth of an island's link, Mbit/s", ylabel="utilisation, %", ylim=(0, 108))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center right")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
