@@ -6,8 +6,8 @@ Two islands and a syncer, each in a network namespace of its own, with links of 
 (benchmarks/wan/switch.py; needs root). All train the same model on the same data, one thread each. The islands have one half
 of the machine's cores, the syncer and the switch the other, as they would be on machines of their own. Utilisation is inner
 steps a second over those of islands that train beside each other without any network, before and after. Bytes are those
-that the switch counted, with all headers, control messages and TLS. The data-parallel side is DistributedDataParallel over gloo, with gradients sent
-in 16 bits (as fp16: gloo does not offer bf16, which has the same size).
+that the switch counted, with all headers, control messages and TLS. The data-parallel side is DistributedDataParallel over
+gloo, with gradients sent in 16 bits (as fp16: gloo does not offer bf16, which has the same size).
 """
 
 from __future__ import annotations

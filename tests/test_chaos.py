@@ -22,6 +22,7 @@ from skerry.chaos.desk import ask
 from skerry.chaos.inflicted import Inflicted
 from skerry.errors import ConfigError
 from skerry.metrics import MetricsTail
+from skerry.learner.replica import Snapshot
 from skerry.observe.ledger import audit_run
 from skerry.wire.client import close_run
 
@@ -293,11 +294,11 @@ def test_stale_contributions_are_those_of_before(run: Run, tmp_path: Path) -> No
     run.merged_again("island-0", healed)
     (tmp_path / "island-0.json").write_text('{"stale": 1.0}')
     inflicted = Inflicted(tmp_path, "island-0")
-    snapshots = [(torch.zeros(2), torch.full((2,), float(number))) for number in range(3)]
-    given = [inflicted.spoiled(0, lambda pair=pair: pair)() for pair in snapshots]
-    assert all(pair == snapshots[0] for pair in given)
+    made = [torch.full((2,), float(number)) for number in range(3)]
+    snapshots = [Snapshot(0, number, None, lambda progress=progress: progress) for number, progress in enumerate(made)]
+    assert all(inflicted.spoiled(snapshot).progress() is made[0] for snapshot in snapshots)
     (tmp_path / "island-0.json").unlink()
-    assert inflicted.spoiled(0, lambda: snapshots[2])() == snapshots[2]
+    assert inflicted.spoiled(snapshots[2]).progress() is made[2]
 
 
 def test_full_disk_pauses_merging_and_loses_nothing(run: Run) -> None:

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from skerry.errors import StoreError
 from skerry.metrics import MetricsTail, MetricsWriter
-from skerry.observe import LiveView, PlainView, RunStatus, open_view, plot_run, summary
+from skerry.observe import LiveView, PlainView, RunStatus, link_lines, open_view, plot_run, summary
 from skerry.observe.frame import Frame
 from skerry.observe.plot import _interpolator, _read, _smooth
 from skerry.observe.status import PAUSE_S, RATE_WINDOW_S
@@ -379,6 +379,27 @@ def test_a_frame_fits_its_terminal_and_accounts_for_every_island(width: int, hei
     assert [line.split()[0] for line in table] == [f"island-{index}" for index in range(len(table))]
     assert any("310 merges" in line for line in lines)
     assert any(percent(0.44) in line for line in lines)
+
+
+def test_links_are_told_over_all_processes_of_an_island() -> None:
+    link = {"contributions_bytes": 2e6, "versions_bytes": 3e6, "control_sent_bytes": 500, "control_received_bytes": 700}
+    rates = {"send_bytes_per_s": 1.5e6, "receive_bytes_per_s": 2.5e6, "round_trip_s": 0.0123, "queue_s": 0.002, "waited_s": 1.0}
+    said = {"link": {**link, **rates}, "steps": 90, "step_time_s": 0.1, "state": "training"}
+    status = status_of(
+        run(0.0, 0),
+        island(1.0, 0, session="a", **said),
+        island(2.0, 0, session="a", **said),
+        island(3.0, 0, session="b", **{**said, "link": {**link, **rates, "waited_s": 0.0}}),
+        island(3.0, 1),
+    )
+    assert link_lines(status).splitlines() == [
+        "links            5.3% of an island's time at most went by in waiting for them",
+        "  island-0       12.3 ms there and back; 1.5 MB/s up, 2.5 MB/s down; queued 2.0 ms; "
+        "4.0 MB contributions, 6.0 MB versions, 2.4 kB control",
+    ]
+    assert link_lines(status_of(run(0.0, 0), island(1.0, 0))) == ""
+    row = next(line for line in lines_of(status, 130, 40) if line.startswith("island-0"))
+    assert row.rstrip().endswith("12.3 ms     5%")
 
 
 def test_columns_are_left_out_when_narrow_and_all_are_there_at_eighty() -> None:

@@ -371,12 +371,16 @@ def _plot(options: argparse.Namespace) -> None:
 
 def _account(options: argparse.Namespace) -> None:
     from skerry.metrics import MetricsTail
-    from skerry.observe import account_lines, account_of
+    from skerry.observe import RunStatus, account_lines, account_of, link_lines
 
-    text = account_lines(account_of(MetricsTail(options.run / "metrics.jsonl").read()))
+    records = MetricsTail(options.run / "metrics.jsonl").read()
+    text = account_lines(account_of(records))
     if not text:
         raise ConfigError(f"no account: {options.run} has no records of islands yet")
-    print(text)
+    status = RunStatus()
+    for record in records:
+        status.apply(record)
+    print(text, link_lines(status), sep="\n")
 
 
 def _ledger(options: argparse.Namespace) -> None:

@@ -15,7 +15,17 @@ from skerry.config import Config
 from skerry.errors import RunFailed
 from skerry.launch.processes import STOP_S, Child
 from skerry.metrics import MetricsTail, MetricsWriter
-from skerry.observe import Accountant, RunStatus, account_lines, audit_run, ledger_summary, open_view, plot_run, summary
+from skerry.observe import (
+    Accountant,
+    RunStatus,
+    account_lines,
+    audit_run,
+    ledger_summary,
+    link_lines,
+    open_view,
+    plot_run,
+    summary,
+)
 from skerry.syncer.run_folder import read_identity
 
 POLL_S = 0.2
@@ -90,6 +100,8 @@ class Supervisor:
         if account.islands:
             (self._folder / "account.json").write_text(json.dumps(account.to_json(), indent=1) + "\n")
             view.say(account_lines(account))
+        if links := link_lines(status):
+            view.say(links)
         if (self._folder / "tape.sqlite").exists():
             sizes = [fragment.numel for fragment in read_identity(self._folder).layout.fragments]
             view.say(ledger_summary(audit_run(self._folder), sizes))

@@ -259,8 +259,7 @@ class Learner:
             # The one before did not run to the last optimizer: some were skipped, or step() raised.
             self._step_done()
         if not self._in_step:
-            self._replica.gate.acquire()
-            self._in_step = True
+            self._take_gate()
             self._replica.between_steps = False
             self._replica.before_write()
 
@@ -283,8 +282,7 @@ class Learner:
         self._counted = None
         self._last_place = -1
         if not self._in_step:
-            self._replica.gate.acquire()
-            self._in_step = True
+            self._take_gate()
         self._replica.after_write()
         self._replica.between_steps = True
         with link.changed:
@@ -299,6 +297,13 @@ class Learner:
         link.step_done()
         self._wait_in_lock_step()
 
+    def _take_gate(self) -> None:
+        if not self._replica.gate.acquire(blocking=False):
+            since = self._clock.now()
+            self._replica.gate.acquire()
+            self._link.pace.waited_s += self._clock.now() - since
+        self._in_step = True
+
     def _open_gate(self) -> None:
         if self._in_step:
             self._in_step = False
@@ -311,17 +316,18 @@ class Learner:
 
     def _wait_in_lock_step(self) -> None:
         link = self._link
-        waited = False
+        since: float | None = None
         while True:
             with link.changed:
                 if not self._exchange.must_wait():
                     break
-                waited = True
+                since = self._clock.now() if since is None else since
                 if not self._exchange.adoptable():
                     link.changed.wait()
             self._adopt_ready()
             link.wake()
-        if waited:
+        if since is not None:
+            link.pace.waited_s += self._clock.now() - since
             link.pace.waited(self._clock.now())
 
 

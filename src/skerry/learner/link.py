@@ -49,6 +49,8 @@ REPORT_EVERY_S = 0.2
 LOW_REPORT_S = 0.05
 """The same when leases are about to run out."""
 REPORT_PAUSE_S = 0.01
+ACCOUNT_EVERY_S = 1.0
+ROUND_TRIP_NEWEST = 0.3
 BACK_OFF_S = (0.2, 5.0)
 
 
@@ -112,6 +114,9 @@ class Link:
         self._pump_pending = False
         self._transfers = Transfers(self)
         self._reported_at = -1.0
+        self.round_trip_s = 0.0
+        self._accounted_at = -ACCOUNT_EVERY_S
+        self._pings = 0
         self._to_report = False
         self._stream: transfer.ControlStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -252,7 +257,7 @@ class Link:
             stub, *bulk = map(SyncerStub, channels)
             self._prepare_for(await transfer.describe(stub, PROTOCOL))
             lanes = self.lanes = Lanes(bulk, self.name, self.session, self.sent, self.received)
-            stream = self._stream = transfer.ControlStream(stub)
+            stream = self._stream = transfer.ControlStream(stub, self.sent, self.received)
             self._stream.send(pb.ToSyncer(hello=self._hello()))
             beat = asyncio.get_running_loop().create_task(self._heartbeat(stream, lanes))
             beat.add_done_callback(self._task_done)
@@ -369,6 +374,10 @@ class Link:
                 self._to_report = True
             elif kind == "progress":
                 self._told(message.progress.run_tokens)
+            elif kind == "pong":
+                if message.pong.ping == self._pings:  # one that was overtaken says nothing
+                    took = self._loop.time() - self._accounted_at
+                    self.round_trip_s += (ROUND_TRIP_NEWEST if self.round_trip_s else 1.0) * (took - self.round_trip_s)
             elif kind == "lease":
                 lease = message.lease
                 self.leases.granted(lease.position, Range(lease.pool, lease.start, lease.count))
@@ -457,8 +466,29 @@ class Link:
                 wanted = {"taken": need.taken, "wanted": need.wanted, "least": need.least}
                 report.need.CopyFrom(pb.DataNeed(given=need.given, settled=exchange.settled_samples, **wanted))
             self.pace.longest_s = 0.0
+        if self._loop.time() - self._accounted_at >= ACCOUNT_EVERY_S:
+            self._accounted_at = self._loop.time()
+            self._pings += 1
+            report.link.CopyFrom(self._account())
         self._reported_at = self._clock.now()
         self.send(pb.ToSyncer(report=report))
+
+    def _account(self) -> pb.LinkAccount:
+        sent, received = self.sent.by_kind, self.received.by_kind
+        return pb.LinkAccount(
+            contributions_bytes=sent["contributions"],
+            versions_bytes=received["versions"],
+            state_sent_bytes=sent["state"],
+            state_received_bytes=received["state"],
+            control_sent_bytes=sent["control"],
+            control_received_bytes=received["control"],
+            send_bytes_per_s=self.sent.bytes_per_s,
+            receive_bytes_per_s=self.received.bytes_per_s,
+            round_trip_s=self.round_trip_s,
+            queue_s=self.lanes.queue_s if self.lanes is not None else 0.0,
+            waited_s=self.pace.waited_s,
+            ping=self._pings,
+        )
 
     @property
     def run_id(self) -> str:

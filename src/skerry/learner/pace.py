@@ -20,6 +20,8 @@ class Pace:
         """The longest time between two steps since the last report."""
         self.stalled_s = 0.0
         """Of all time between steps, what went beyond three times the usual."""
+        self.waited_s = 0.0
+        """Of all time, what the training thread spent waiting for the exchange."""
         self._last_at: float | None = None
         self._times: deque[float] = deque(maxlen=REMEMBERED)
 

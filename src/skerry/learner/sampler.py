@@ -34,18 +34,21 @@ class LeasedRanges:
         link = self._link
         exchange = link.exchange
         assert exchange is not None
-        alone_since = link.now()
+        since = alone_since = link.now()
+        waited = False
         with link.changed:
             while exchange.phase != "stopped":
                 if link.no_lease is not None:
                     raise ConfigError(link.no_lease)
                 if found := link.leases.take(may_repeat=not exchange.sync.wait):
+                    link.pace.waited_s += link.now() - since if waited else 0.0
                     return found
                 if link.connected or exchange.sync.wait:
                     alone_since = link.now()
                 elif link.now() - alone_since >= ALONE_S:
                     raise WireError(f"{link.name} has no data to train on, and the syncer was away for {ALONE_S:.0f} s")
                 link.want_more()
+                waited = True
                 link.changed.wait(WAIT_S)
         raise StopIteration
 

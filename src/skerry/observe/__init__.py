@@ -7,7 +7,7 @@ from skerry.observe.ledger import Ledger, audit_run, ledger_lines, ledger_summar
 from skerry.observe.plot import plot_run
 from skerry.observe.status import Event, IslandStatus, Result, RunStatus, Validation
 from skerry.observe.view import LiveView, PlainView, View, open_view
-from skerry.observe.words import account_lines, summary
+from skerry.observe.words import account_lines, link_lines, summary
 
 __all__ = [
     "Accountant",
@@ -26,6 +26,7 @@ __all__ = [
     "audit_run",
     "ledger_lines",
     "ledger_summary",
+    "link_lines",
     "open_view",
     "plot_run",
     "summary",

@@ -50,6 +50,8 @@ _COLUMNS = (
     _Column("merges", lambda i: str(i.merges), 6, 1),
     _Column("sent", lambda i: words.size(i.sent.total), 8, 3),
     _Column("received", lambda i: words.size(i.received.total), 8, 2),
+    _Column("round trip", lambda i: words.milliseconds(i.link.round_trip_s), 10, 0),
+    _Column("waited", lambda i: "-" if i.link.waited_share is None else words.percent(i.link.waited_share), 6, 0),
     _Column("restarts", lambda i: str(i.restarts or "-"), 8, 0),
 )
 

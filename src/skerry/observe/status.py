@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -51,11 +51,54 @@ class IslandStatus:
     merges: int = 0
     sent: ByteCount = field(default_factory=ByteCount)
     received: ByteCount = field(default_factory=ByteCount)
+    link: LinkStatus = field(default_factory=lambda: LinkStatus())
     restarts: int = 0
 
     @property
     def working(self) -> bool:
         return self.state not in ("away", "left")
+
+
+LINK_KINDS = ("contributions", "versions", "state_sent", "state_received", "control_sent", "control_received")
+
+
+@dataclass
+class LinkStatus:
+    """What an island's link carried and cost, over all of its processes."""
+
+    round_trip_s: float | None = None
+    send_bytes_per_s: float | None = None
+    receive_bytes_per_s: float | None = None
+    queue_s: float | None = None
+    _session: str = ""
+    _before: Counter[str] = field(default_factory=Counter)
+    _now: dict[str, float] = field(default_factory=dict)
+
+    def report(self, said: Mapping[str, Any], session: str, step_time_s: float | None, steps: int) -> None:
+        if session != self._session:
+            self._before.update(self._now)
+            self._session, self._now = session, {}
+        for kind in LINK_KINDS:
+            self._now[kind] = number(said, f"{kind}_bytes") or 0.0
+        self._now["waited_s"] = number(said, "waited_s") or 0.0
+        self._now["stepped_s"] = (step_time_s or 0.0) * steps
+        self.round_trip_s = number(said, "round_trip_s")
+        self.send_bytes_per_s = number(said, "send_bytes_per_s")
+        self.receive_bytes_per_s = number(said, "receive_bytes_per_s")
+        self.queue_s = number(said, "queue_s")
+
+    @property
+    def known(self) -> bool:
+        return bool(self._session)
+
+    def total(self, what: str) -> float:
+        return self._before[what] + self._now.get(what, 0.0)
+
+    @property
+    def waited_share(self) -> float | None:
+        """Of the time its steps took, what they waited for the exchange."""
+        stepped = self.total("stepped_s") + self.total("waited_s")
+        return self.total("waited_s") / stepped if stepped else None
 
 
 @dataclass(frozen=True)
@@ -240,6 +283,9 @@ class RunStatus:
         island.weight = island.weight if weight is None else weight
         island.sent.report(count(record, "sent_bytes", island.sent.reported))
         island.received.report(count(record, "received_bytes", island.received.reported))
+        link = record.get("link")
+        if isinstance(link, Mapping):
+            island.link.report(link, text(record, "session") or "", number(record, "step_time_s"), count(record, "steps", 0))
 
     def _take_merge(self, record: Mapping[str, Any], at: float) -> None:
         self._merges_seen += 1

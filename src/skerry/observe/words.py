@@ -138,6 +138,30 @@ def summary(status: RunStatus) -> str:
     return "\n".join(lines)
 
 
+def link_lines(status: RunStatus) -> str:
+    """What each island's link carried and cost."""
+    islands = [island for island in status.sorted_islands() if island.link.known]
+    if not islands:
+        return ""
+    shares = [share for island in islands if (share := island.link.waited_share) is not None]
+    lines = [f"links            {_percent(max(shares, default=None))} of an island's time at most went by in waiting for them"]
+    for island in islands:
+        link = island.link
+        way = f"{milliseconds(link.round_trip_s)} there and back"
+        speed = f"{size(link.send_bytes_per_s or 0)}/s up, {size(link.receive_bytes_per_s or 0)}/s down"
+        queued = f"queued {milliseconds(link.queue_s or 0)}"
+        state = link.total("state_sent") + link.total("state_received")
+        control = link.total("control_sent") + link.total("control_received")
+        carried = [f"{size(link.total('contributions'))} contributions", f"{size(link.total('versions'))} versions"]
+        carried += [f"{size(state)} optimizer state"] if state else []
+        lines.append(f"  {island.name:<14} {way}; {speed}; {queued}; {', '.join(carried)}, {size(control)} control")
+    return "\n".join(lines)
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
 def account_lines(account: RunAccount) -> str:
     """What became of the islands' time. docs/accounting.md says what the words mean."""
     if not account.islands:

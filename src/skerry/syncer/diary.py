@@ -28,6 +28,7 @@ class Vitals:
     steps: int = 0
     stall_s: float = 0.0
     stalled_s: float = 0.0
+    link: dict[str, float] | None = None
 
 
 class Diary:
@@ -116,5 +117,6 @@ class Diary:
                 step_time_s=round(learner.step_time.get(), 6),
                 stall_s=round(said.stall_s, 6),
                 stalled_s=round(said.stalled_s, 6),
+                link=said.link if connected else None,
             )
             said.stall_s = 0.0

@@ -403,7 +403,12 @@ class SyncerServer:
                     loss = report.loss if report.HasField("loss") else connection.vitals.loss
                     stall_s = max(connection.vitals.stall_s, report.stall_s)
                     moved = (report.sent_bytes, report.received_bytes)
-                    connection.vitals = Vitals(loss, *moved, report.steps, stall_s, report.stalled_s)
+                    link = connection.vitals.link
+                    if report.HasField("link"):
+                        link = _link_account(report.link)
+                        if connection.outbox.qsize() < CONTROL_QUEUE // 2:
+                            connection.send(pb.ToLearner(pong=pb.Pong(ping=report.link.ping)))
+                    connection.vitals = Vitals(loss, *moved, report.steps, stall_s, report.stalled_s, link)
                     said = report.loss if report.HasField("loss") else None
                     need = _need(report.need) if report.HasField("need") else None
                     self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s, said, need))
@@ -520,6 +525,11 @@ def _told_of_the_end(action: m.Action) -> tuple[object, ...] | None:
 
 def _need(need: pb.DataNeed) -> Need:
     return Need(need.given, need.taken, need.wanted, min(need.least, need.taken + MAX_LEAST), need.settled)
+
+
+def _link_account(said: pb.LinkAccount) -> dict[str, float]:
+    values = {field.name: value for field, value in said.ListFields() if field.name != "ping"}
+    return {name: round(value, 6) for name, value in values.items() if math.isfinite(value) and 0 <= value <= MAX_COUNT}
 
 
 def _plausible(report: pb.Report, step_before: int) -> bool:

@@ -29,6 +29,7 @@ ASKED_AHEAD = 4
 STUCK_S = (10.0, 60.0)
 """A lane on which nothing moves for so long is dead: what many chunks take at the measured rate, within these limits."""
 STUCK_CHUNKS = 50
+QUEUE_NEWEST = 0.1
 
 Key = tuple[int, int]
 """Fragment and round of a contribution."""
@@ -126,6 +127,7 @@ class Lane:
         message = pb.BulkToSyncer(upload=header)
         message.upload.first_chunk = run[0]
         self.queued_bytes += run[1] * CHUNK_BYTES
+        since = asyncio.get_running_loop().time()
         try:
             async with self._sending:
                 for number in range(run[0], run[0] + run[1]):
@@ -133,8 +135,10 @@ class Lane:
                         return
                     message.chunk = chunk(data, number)
                     await self._lanes.sent.allow(len(message.chunk))
+                    if number == run[0]:
+                        self._lanes.queued(asyncio.get_running_loop().time() - since)
                     await self._write(message, key)
-                    self._lanes.sent.moved(len(message.chunk))
+                    self._lanes.sent.moved(len(message.chunk), "contributions")
                     message = pb.BulkToSyncer()
         finally:
             self.queued_bytes -= run[1] * CHUNK_BYTES
@@ -152,7 +156,7 @@ class Lane:
                 message.chunk = chunk(data, number)
                 await self._lanes.sent.allow(len(message.chunk))
                 await self._write(message)
-                self._lanes.sent.moved(len(message.chunk))
+                self._lanes.sent.moved(len(message.chunk), "state")
                 message = pb.BulkToSyncer()
 
     async def _write(self, message: pb.BulkToSyncer, key: Key | None = None, asked: _Asked | None = None) -> None:
@@ -264,7 +268,7 @@ class Lane:
         asked = self._arriving
         if asked is None:
             return  # the rest of something that was found to be wrong
-        self._lanes.received.moved(len(message.chunk))
+        self._lanes.received.moved(len(message.chunk), "versions" if asked.download is not None else "state")
         if not asked.paid:
             self._lanes.received.charge(len(message.chunk))
         assembly = asked.assembly
@@ -323,6 +327,11 @@ class Lanes:
         self.sent, self.received = sent, received
         self._lanes = [Lane(stub, pb.BulkHello(name=name, session=session), self) for stub in stubs]
         self._replies: dict[Key, asyncio.Future[pb.UploadReply]] = {}
+        self.queue_s = 0.0
+        """How long a run waited for its turn, of late."""
+
+    def queued(self, seconds: float) -> None:
+        self.queue_s += QUEUE_NEWEST * (seconds - self.queue_s)
 
     async def upload(self, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
         """Send one contribution and wait for what is said to it; or what is missing of one that was begun before."""

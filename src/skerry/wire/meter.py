@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 HALF_LIFE_S = 10.0
@@ -22,6 +23,7 @@ class Meter:
         self._busy_s = 0.0
         self.total_bytes = 0
         self.total_busy_s = 0.0
+        self.by_kind: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
@@ -34,9 +36,10 @@ class Meter:
             self._count_time()
             self._under_way -= 1
 
-    def moved(self, count: int) -> None:
+    def moved(self, count: int, kind: str) -> None:
         self._count_time()
         self.total_bytes += count
+        self.by_kind[kind] += count
         self._bytes += count
 
     def _count_time(self) -> None:

@@ -139,7 +139,7 @@ class Ready(_message.Message):
     def __init__(self) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("step", "tokens", "step_time_s", "loss", "sent_bytes", "received_bytes", "steps", "stall_s", "stalled_s", "need")
+    __slots__ = ("step", "tokens", "step_time_s", "loss", "sent_bytes", "received_bytes", "steps", "stall_s", "stalled_s", "need", "link")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +150,7 @@ class Report(_message.Message):
     STALL_S_FIELD_NUMBER: _ClassVar[int]
     STALLED_S_FIELD_NUMBER: _ClassVar[int]
     NEED_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
     step: int
     tokens: int
     step_time_s: float
@@ -160,7 +161,36 @@ class Report(_message.Message):
     stall_s: float
     stalled_s: float
     need: DataNeed
-    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., loss: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., stall_s: _Optional[float] = ..., stalled_s: _Optional[float] = ..., need: _Optional[_Union[DataNeed, _Mapping]] = ...) -> None: ...
+    link: LinkAccount
+    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., loss: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., stall_s: _Optional[float] = ..., stalled_s: _Optional[float] = ..., need: _Optional[_Union[DataNeed, _Mapping]] = ..., link: _Optional[_Union[LinkAccount, _Mapping]] = ...) -> None: ...
+
+class LinkAccount(_message.Message):
+    __slots__ = ("contributions_bytes", "versions_bytes", "state_sent_bytes", "state_received_bytes", "control_sent_bytes", "control_received_bytes", "send_bytes_per_s", "receive_bytes_per_s", "round_trip_s", "queue_s", "waited_s", "ping")
+    CONTRIBUTIONS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEND_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    contributions_bytes: int
+    versions_bytes: int
+    state_sent_bytes: int
+    state_received_bytes: int
+    control_sent_bytes: int
+    control_received_bytes: int
+    send_bytes_per_s: float
+    receive_bytes_per_s: float
+    round_trip_s: float
+    queue_s: float
+    waited_s: float
+    ping: int
+    def __init__(self, contributions_bytes: _Optional[int] = ..., versions_bytes: _Optional[int] = ..., state_sent_bytes: _Optional[int] = ..., state_received_bytes: _Optional[int] = ..., control_sent_bytes: _Optional[int] = ..., control_received_bytes: _Optional[int] = ..., send_bytes_per_s: _Optional[float] = ..., receive_bytes_per_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., waited_s: _Optional[float] = ..., ping: _Optional[int] = ...) -> None: ...
 
 class DataNeed(_message.Message):
     __slots__ = ("given", "taken", "wanted", "least", "settled")
@@ -195,7 +225,7 @@ class Restored(_message.Message):
     def __init__(self, source: _Optional[str] = ...) -> None: ...
 
 class ToLearner(_message.Message):
-    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state", "lease", "no_lease")
+    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state", "lease", "no_lease", "pong")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +238,7 @@ class ToLearner(_message.Message):
     GIVE_STATE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     NO_LEASE_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     begin: Begin
@@ -220,7 +251,14 @@ class ToLearner(_message.Message):
     give_state: GiveState
     lease: Lease
     no_lease: NoLease
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ..., give_state: _Optional[_Union[GiveState, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., no_lease: _Optional[_Union[NoLease, _Mapping]] = ...) -> None: ...
+    pong: Pong
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ..., give_state: _Optional[_Union[GiveState, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., no_lease: _Optional[_Union[NoLease, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("ping",)
+    PING_FIELD_NUMBER: _ClassVar[int]
+    ping: int
+    def __init__(self, ping: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_steps", "quarantined", "leased")

@@ -12,6 +12,7 @@ import grpc
 
 from skerry.errors import WireError
 from skerry.wire import skerry_pb2 as pb
+from skerry.wire.meter import Meter
 from skerry.wire.service import SyncerStub
 
 T = TypeVar("T")
@@ -58,7 +59,8 @@ class TryAgain(WireError):
 class ControlStream:
     """A learner's control stream. Sending never blocks; of reports that cannot be sent yet only the newest is kept."""
 
-    def __init__(self, stub: SyncerStub) -> None:
+    def __init__(self, stub: SyncerStub, sent: Meter, received: Meter) -> None:
+        self._sent, self._received = sent, received
         self._call: Any = stub.control()
         self._outbox: deque[pb.ToSyncer] = deque()
         self._filled = asyncio.Event()
@@ -77,8 +79,10 @@ class ControlStream:
             while True:
                 await self._filled.wait()
                 while self._outbox:
+                    message = self._outbox.popleft()
+                    self._sent.by_kind["control"] += message.ByteSize()
                     with wire_errors():
-                        await self._call.write(self._outbox.popleft())
+                        await self._call.write(message)
                 self._filled.clear()
 
     async def messages(self) -> AsyncIterator[pb.ToLearner]:
@@ -91,6 +95,7 @@ class ControlStream:
                 raise
             if message is grpc.aio.EOF:
                 return
+            self._received.by_kind["control"] += message.ByteSize()
             self._heard_at = asyncio.get_running_loop().time()
             yield message
 
