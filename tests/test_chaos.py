@@ -21,8 +21,8 @@ from jobs import tiny_job
 from skerry.chaos.desk import ask
 from skerry.chaos.inflicted import Inflicted
 from skerry.errors import ConfigError
-from skerry.metrics import MetricsTail
 from skerry.learner.replica import Snapshot
+from skerry.metrics import MetricsTail
 from skerry.observe.ledger import audit_run
 from skerry.wire.client import close_run
 
