@@ -24,7 +24,7 @@ LAYERS = [
     {"wire"},
     {"syncer", "learner"},
     {"data", "models", "train"},
-    {"launch", "chaos", "sim", "observe", "integrations"},
+    {"launch", "chaos", "sim", "observe", "plan", "integrations"},
     {"cli"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

@@ -131,6 +131,27 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("faults", help='for example "kill island-1" or "freeze syncer for 5s, slow island-0 3x for 20s"')
     chaos.set_defaults(act=_chaos)
 
+    plan = commands.add_parser("plan", help="which H, P, τ, K and codec fit a model, its islands and their links")
+    plan.add_argument("--params", required=True, help="the model's parameters, such as 350m or 1.2b")
+    plan.add_argument(
+        "--island", action="append", required=True, metavar="DEVICES[@LINK]",
+        help="8xh100, or a measured step time such as 0.8s; once for each island; @500:40 gives it a link of its own",
+    )  # fmt: skip
+    plan.add_argument("--link", help="of all islands: Mbit/s and the round trip in ms, 500:40, or down/up, 500/100:40")
+    plan.add_argument("--measured", type=Path, help="the link as skerry doctor --json wrote it")
+    plan.add_argument(
+        "--tokens-per-step", default="524288", help="of one island, where a device is given (default: %(default)s)"
+    )
+    plan.set_defaults(act=_plan)
+
+    doctor = commands.add_parser("doctor", help="look at the way to a syncer: reachable, TLS, clock, round trip, bandwidth")
+    doctor.add_argument("address", help="host:port of the syncer, or its run folder")
+    doctor.add_argument("--connections", type=int, default=4, help="how many an island would use (default: %(default)s)")
+    doctor.add_argument("--seconds", type=float, default=2.0, help="of each measurement (default: %(default)s)")
+    doctor.add_argument("--json", type=Path, help="write what was found here, for skerry plan --measured")
+    _tls_options(doctor)
+    doctor.set_defaults(act=_doctor)
+
     # Parts that `train` starts.
     validator = commands.add_parser("validator")
     validator.add_argument("run", type=Path)
@@ -367,6 +388,30 @@ def _plot(options: argparse.Namespace) -> None:
     if not plot_run(options.run / "metrics.jsonl", target):
         raise ConfigError(f"no plot: {options.run} has no metrics yet, or matplotlib is missing (pip install skerry[plot])")
     print(f"wrote {target}")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from skerry.plan.words import island_of, link_of, measured_link, number_of, plan_lines
+
+    parameters = number_of(options.params, "--params")
+    tokens = number_of(options.tokens_per_step, "--tokens-per-step")
+    link = measured_link(options.measured) if options.measured else link_of(options.link) if options.link else None
+    islands = [island_of(text, number, parameters, tokens, link) for number, text in enumerate(options.island)]
+    print(plan_lines(parameters, islands))
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    import json
+
+    from skerry.plan.doctor import examine
+
+    if options.connections < 1 or options.seconds <= 0:
+        raise ConfigError("--connections must be at least 1 and --seconds more than 0")
+    found = examine(_address(options.address), _tls(options), options.connections, options.seconds, print)
+    if options.json:
+        options.json.write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    if not found.well:
+        raise SystemExit(1)
 
 
 def _account(options: argparse.Namespace) -> None:

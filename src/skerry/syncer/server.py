@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import json
 import math
+import os
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +36,7 @@ from skerry.syncer.store import RunStore
 from skerry.syncer.tape import Tape
 from skerry.syncer.telling import lease_message, messages_of, progress_of
 from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import CHUNK_BYTES
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind
 from skerry.wire.service import add_to_server
 
@@ -48,6 +51,8 @@ LINGER_S = (0.5, 10.0)
 TOLD = ("fault", "healed", "restarted")
 """What may be put on the tape from outside."""
 MAX_TOLD = 4096
+MAX_PROBE = 4 << 30
+"""Bytes of one call, each way."""
 MAX_STEPS_AT_ONCE = 1_000_000
 """A learner cannot have taken more steps than this between two reports."""
 
@@ -265,8 +270,26 @@ class SyncerServer:
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.RunDescription:
         identity = self.store.identity
         return pb.RunDescription(
-            protocol=PROTOCOL, run_id=identity.run_id, sync_json=to_json(self.sync), job_json=identity.job_json
+            protocol=PROTOCOL,
+            run_id=identity.run_id,
+            sync_json=to_json(self.sync),
+            job_json=identity.job_json,
+            now=time.time(),
         )
+
+    async def probe(self, messages: AsyncIterator[pb.ProbeUp | None], context: Any) -> AsyncIterator[pb.ProbeDown]:
+        received = sent = 0
+        noise = os.urandom(CHUNK_BYTES)
+        async for message in messages:
+            if message is None:
+                return
+            received += len(message.chunk)
+            for _ in range(message.wanted):
+                sent += len(noise)
+                if max(sent, received) > MAX_PROBE:
+                    return
+                yield pb.ProbeDown(chunk=noise)
+            yield pb.ProbeDown(received_bytes=received)
 
     async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply:
         await self._check_run(request.run_id, context)

@@ -30,6 +30,8 @@ class SyncerService(Protocol):
 
     async def tell(self, request: pb.TellRequest, context: Any) -> pb.TellReply: ...
 
+    def probe(self, messages: AsyncIterator[pb.ProbeUp | None], context: Any) -> AsyncIterator[pb.ProbeDown]: ...
+
 
 def _or_none(parse: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
     def parse_if_possible(data: bytes) -> T | None:
@@ -52,6 +54,9 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
         "Bulk": grpc.stream_stream_rpc_method_handler(
             service.bulk, _or_none(pb.BulkToSyncer.FromString), pb.BulkToLearner.SerializeToString
         ),
+        "Probe": grpc.stream_stream_rpc_method_handler(
+            service.probe, _or_none(pb.ProbeUp.FromString), pb.ProbeDown.SerializeToString
+        ),
         "Tell": grpc.unary_unary_rpc_method_handler(service.tell, pb.TellRequest.FromString, pb.TellReply.SerializeToString),
         "Snapshot": grpc.unary_unary_rpc_method_handler(
             service.snapshot, pb.SnapshotRequest.FromString, pb.SnapshotReply.SerializeToString
@@ -72,6 +77,7 @@ class SyncerStub:
         )
         self.control = channel.stream_stream(f"/{_SERVICE}/Control", pb.ToSyncer.SerializeToString, pb.ToLearner.FromString)
         self.bulk = channel.stream_stream(f"/{_SERVICE}/Bulk", pb.BulkToSyncer.SerializeToString, pb.BulkToLearner.FromString)
+        self.probe = channel.stream_stream(f"/{_SERVICE}/Probe", pb.ProbeUp.SerializeToString, pb.ProbeDown.FromString)
         self.tell = channel.unary_unary(f"/{_SERVICE}/Tell", pb.TellRequest.SerializeToString, pb.TellReply.FromString)
         self.snapshot = channel.unary_unary(
             f"/{_SERVICE}/Snapshot", pb.SnapshotRequest.SerializeToString, pb.SnapshotReply.FromString

@@ -36,6 +36,22 @@ class TellReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ProbeUp(_message.Message):
+    __slots__ = ("chunk", "wanted")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    chunk: bytes
+    wanted: int
+    def __init__(self, chunk: _Optional[bytes] = ..., wanted: _Optional[int] = ...) -> None: ...
+
+class ProbeDown(_message.Message):
+    __slots__ = ("chunk", "received_bytes")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    chunk: bytes
+    received_bytes: int
+    def __init__(self, chunk: _Optional[bytes] = ..., received_bytes: _Optional[int] = ...) -> None: ...
+
 class SnapshotRequest(_message.Message):
     __slots__ = ("run_id",)
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -49,16 +65,18 @@ class SnapshotReply(_message.Message):
     def __init__(self, facts_json: _Optional[str] = ...) -> None: ...
 
 class RunDescription(_message.Message):
-    __slots__ = ("protocol", "run_id", "sync_json", "job_json")
+    __slots__ = ("protocol", "run_id", "sync_json", "job_json", "now")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SYNC_JSON_FIELD_NUMBER: _ClassVar[int]
     JOB_JSON_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     run_id: str
     sync_json: str
     job_json: str
-    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., sync_json: _Optional[str] = ..., job_json: _Optional[str] = ...) -> None: ...
+    now: float
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., sync_json: _Optional[str] = ..., job_json: _Optional[str] = ..., now: _Optional[float] = ...) -> None: ...
 
 class ToSyncer(_message.Message):
     __slots__ = ("hello", "ready", "report", "nothing", "leaving", "restored", "data")

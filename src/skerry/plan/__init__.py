@@ -1,0 +1,1 @@
+"""Before a run: what fits islands and links (`skerry plan`), and what a link is like (`skerry doctor`)."""
