@@ -1,0 +1,262 @@
+"""How many bytes of contributions a syncer merges in a second, beside what a plain gRPC stream of the same bytes reaches; what a
+merge costs as learners and fragments grow; and how much memory it takes.
+
+    python benchmarks/syncer.py [--quick]
+
+The syncer is a process of its own. Learners are made of bare calls in this one: they answer every question at once with bytes made
+beforehand, so that all the time there is goes into sending, receiving, checking, decoding, merging and storing. The plain stream
+sends the same messages to a process that only reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import torch
+from torch import nn
+
+import skerry
+from skerry.core.codec import checksum, codec, raw_bytes
+from skerry.core.fragment import split
+from skerry.core.tensors import model_tensors
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import chunk, count_chunks
+from skerry.wire.client import describe
+from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, open_channel
+from skerry.wire.service import SyncerStub
+
+AHEAD = 3
+"""Steps a learner reports before the versions of the first have come: so many fragments are under way."""
+
+
+class Wide(nn.Module):
+    """Parameters and nothing else: one tensor for each fragment."""
+
+    def __init__(self, fragments: int, numel: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(numel // 1024, 1024)) for _ in range(fragments)])
+
+
+class Caller:
+    """A learner of bare calls."""
+
+    def __init__(self, address: str, model: nn.Module, name: str, fragments: int, data: list[memoryview]) -> None:
+        self._channels = [open_channel(address, None) for _ in range(2)]
+        self._control = SyncerStub(self._channels[0]).control()
+        self._bulk = SyncerStub(self._channels[1]).bulk()
+        self._name, self._data = name, data
+        self._sums = [checksum(one) for one in data]
+        self._specs = [spec for spec, _ in model_tensors(model)]
+        self._versions = [0] * fragments
+        self._step = 0
+        self.sent = 0
+
+    async def join(self, run_id: str) -> None:
+        tensors = [pb.Tensor(name=s.name, shape=s.shape, dtype=s.dtype, rule=s.rule) for s in self._specs]
+        hello = pb.Hello(protocol=PROTOCOL, name=self._name, session=self._name, tensors=tensors, run_id="")
+        await self._control.write(pb.ToSyncer(hello=hello))
+        await self._until("welcome")
+        await self._control.write(pb.ToSyncer(ready=pb.Ready()))
+        await self._bulk.write(pb.BulkToSyncer(hello=pb.BulkHello(name=self._name, session=self._name)))
+        await self._until("begin")
+
+    async def _until(self, kind: str) -> Any:
+        while True:
+            message = await self._control.read()
+            assert message is not grpc.aio.EOF, f"{self._name} was put out"
+            assert not message.HasField("refusal"), message.refusal.reason
+            if message.WhichOneof("message") == kind:
+                return message
+
+    async def train(self, until_s: float) -> None:
+        reader = asyncio.ensure_future(self._read_replies())
+        for _ in range(AHEAD):
+            await self._report()
+        while time.monotonic() < until_s:
+            message = await self._control.read()
+            assert message is not grpc.aio.EOF
+            if message.HasField("ask"):
+                await self._give(message.ask)
+            elif message.HasField("announce"):
+                self._versions[message.announce.fragment] = message.announce.version
+                await self._report()
+        reader.cancel()
+
+    async def _report(self) -> None:
+        self._step += 1
+        report = pb.Report(step=self._step, tokens=10 * self._step, step_time_s=0.05, steps=self._step)
+        await self._control.write(pb.ToSyncer(report=report))
+
+    async def _give(self, ask: pb.Ask) -> None:
+        number = (self._step + ask.fragment) % len(self._data)
+        data = self._data[number]
+        header = pb.Upload(
+            fragment=ask.fragment, step=ask.step, base=self._versions[ask.fragment], steps=1, tokens=10, upto=self._step,
+            upto_tokens=10 * self._step, codec="bf16", size_bytes=len(data), checksum=self._sums[number],
+        )  # fmt: skip
+        message = pb.BulkToSyncer(upload=header)
+        for number in range(count_chunks(len(data))):
+            message.chunk = chunk(data, number)
+            await self._bulk.write(message)
+            message = pb.BulkToSyncer()
+        self.sent += len(data)
+
+    async def _read_replies(self) -> None:
+        while (message := await self._bulk.read()) is not grpc.aio.EOF:
+            assert message.reply.accepted or "round" in message.reply.reason, message.reply.reason
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+
+def contributions(numel: int) -> list[memoryview]:
+    """A few, so that none looks repeated."""
+    generator = torch.Generator().manual_seed(1)
+    return [raw_bytes(codec("bf16").encode(1e-3 * torch.randn(numel, generator=generator))) for _ in range(3)]
+
+
+def run_syncer(learners: int, fragments: int, numel: int, seconds: float) -> dict[str, float]:
+    model = Wide(fragments, numel)
+    parameters = sum(p.numel() for p in model.parameters())
+    sync = skerry.SyncConfig(
+        fragments=fragments,
+        every=fragments,
+        overlap=2,
+        quorum=learners,
+        grace=0.0,
+        start_with=learners,
+        outlier=0.0,
+        staleness=8,
+    )
+    layout = split([spec for spec, _ in model_tensors(model)], fragments)
+    assert {fragment.numel for fragment in layout.fragments} == {numel}
+    with tempfile.TemporaryDirectory() as place:
+        folder = skerry.create(Path(place) / "run", model, sync)
+        with skerry.serve(folder) as address:
+            run_id = describe(address, None, 60).run_id
+            syncer = next(child for child in psutil.Process().children() if "syncer" in " ".join(child.cmdline()))
+            data = contributions(numel)
+
+            async def drive() -> dict[str, float]:
+                callers = [Caller(address, model, f"learner-{n}", fragments, data) for n in range(learners)]
+                await asyncio.gather(*(caller.join(run_id) for caller in callers))
+                busy, started, peak = sum(syncer.cpu_times()[:2]), time.monotonic(), [0]
+
+                async def watch() -> None:
+                    while True:
+                        peak[0] = max(peak[0], syncer.memory_info().rss)
+                        await asyncio.sleep(0.1)
+
+                watching = asyncio.ensure_future(watch())
+                await asyncio.gather(*(caller.train(started + seconds) for caller in callers))
+                spent = time.monotonic() - started
+                watching.cancel()
+                busy = sum(syncer.cpu_times()[:2]) - busy
+                await asyncio.gather(*(caller.close() for caller in callers))
+                return {"spent": spent, "busy_s": busy, "peak": peak[0]}
+
+            found = asyncio.run(drive())
+        merges = len(list(line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"merge"' in line))
+    merged = merges * learners * 2 * numel
+    return {**found, "parameters": parameters, "merges": merges, "bytes_per_s": merged / found["spent"]}
+
+
+def plain_stream(seconds: float) -> float:
+    """Bytes a second of the same messages, read by another process and thrown away."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_read_only, args=(theirs,), daemon=True)
+    process.start()
+    port = ours.recv()
+
+    async def drive() -> float:
+        async with open_channel(f"127.0.0.1:{port}", None) as channel:
+            call = SyncerStub(channel).bulk()
+            data = contributions(1 << 22)[0]
+            sent, started = 0, time.monotonic()
+            while time.monotonic() - started < seconds:
+                for number in range(count_chunks(len(data))):
+                    await call.write(pb.BulkToSyncer(chunk=chunk(data, number)))
+                sent += len(data)
+            await call.done_writing()
+            await call.read()
+            return sent / (time.monotonic() - started)
+
+    rate = asyncio.run(drive())
+    process.kill()
+    return rate
+
+
+def _read_only(pipe: Any) -> None:
+    from skerry.wire.service import _SERVICE, _or_none
+
+    async def bulk(messages: Any, context: Any) -> Any:
+        async for _ in messages:
+            pass
+        yield pb.BulkToLearner()
+
+    async def serve() -> None:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        handler = grpc.stream_stream_rpc_method_handler(
+            bulk, _or_none(pb.BulkToSyncer.FromString), pb.BulkToLearner.SerializeToString
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Bulk": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        pipe.send(port)
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    seconds = 5.0 if options.quick else 15.0
+    torch.set_num_threads(1)
+    plain, merged, memory = [], [], []
+    for turn in range(1 if options.quick else 3):
+        plain.append(plain_stream(seconds / 3))
+        found = run_syncer(4, 8, 1 << 22, seconds)
+        merged.append(found["bytes_per_s"])
+        under_way = 4 * (AHEAD + 1) * (1 << 22) * (2 + 4)  # of each learner some fragments, encoded and decoded
+        memory.append((found["peak"] - 2.5e8 - under_way) / found["parameters"])
+        print(f"turn {turn + 1}: plain {plain[-1] / 1e6:.0f} MB/s, merged {merged[-1] / 1e6:.0f} MB/s, "
+              f"{found['busy_s'] / found['spent']:.2f} cores, {found['peak'] / 1e6:.0f} MB", flush=True)  # fmt: skip
+    ratio = statistics.median(m / p for m, p in zip(merged, plain, strict=True))
+    costs = {}
+    for learners, fragments in ((2, 8), (8, 8), (64, 8), (8, 64)):
+        found = run_syncer(learners, fragments, 1 << 16, seconds)
+        costs[learners, fragments] = 1e3 * found["busy_s"] / max(found["merges"] * learners, 1)
+        print(f"{learners:3d} learners, {fragments:3d} fragments of 65,536: {found['merges'] / found['spent']:.1f} merges/s, "
+              f"{costs[learners, fragments]:.2f} ms of CPU for one contribution", flush=True)  # fmt: skip
+    print(
+        json.dumps(
+            {"bar": "merged bytes over those of a plain stream", "value": round(ratio, 3), "target": 0.5, "ok": ratio >= 0.5}
+        )
+    )
+    least = min(memory)
+    print(
+        json.dumps(
+            {"bar": "bytes a parameter beside what is in flight", "value": round(least, 1), "target": 16, "ok": least <= 16}
+        )
+    )
+    growth = max(costs[64, 8] / costs[8, 8], costs[8, 64] / costs[8, 8])
+    bar = {"bar": "cost of a contribution with 64 learners or fragments over that with 8", "value": round(growth, 2)}
+    print(json.dumps({**bar, "target": 1.3, "ok": growth <= 1.3}))
+
+
+if __name__ == "__main__":
+    main()
