@@ -1,11 +1,11 @@
-"""How many bytes of contributions a syncer merges in a second, beside what a plain gRPC stream of the same bytes reaches; what a
-merge costs as learners and fragments grow; and how much memory it takes.
+"""How many bytes of contributions a syncer merges in a second, beside what a plain gRPC stream of the same bytes reaches; what
+a merge costs as learners and fragments grow; and how much memory it takes.
 
     python benchmarks/syncer.py [--quick]
 
-The syncer is a process of its own. Learners are made of bare calls in this one: they answer every question at once with bytes made
-beforehand, so that all the time there is goes into sending, receiving, checking, decoding, merging and storing. The plain stream
-sends the same messages to a process that only reads them.
+The syncer is a process of its own. Learners are made of bare calls in this one: they answer every question at once with bytes
+made beforehand, so that all the time there is goes into sending, receiving, checking, decoding, merging and storing. The
+plain stream sends the same messages to a process that only reads them.
 """
 
 from __future__ import annotations
@@ -242,20 +242,13 @@ def main() -> None:
         costs[learners, fragments] = 1e3 * found["busy_s"] / max(found["merges"] * learners, 1)
         print(f"{learners:3d} learners, {fragments:3d} fragments of 65,536: {found['merges'] / found['spent']:.1f} merges/s, "
               f"{costs[learners, fragments]:.2f} ms of CPU for one contribution", flush=True)  # fmt: skip
-    print(
-        json.dumps(
-            {"bar": "merged bytes over those of a plain stream", "value": round(ratio, 3), "target": 0.5, "ok": ratio >= 0.5}
-        )
-    )
-    least = min(memory)
-    print(
-        json.dumps(
-            {"bar": "bytes a parameter beside what is in flight", "value": round(least, 1), "target": 16, "ok": least <= 16}
-        )
-    )
     growth = max(costs[64, 8] / costs[8, 8], costs[8, 64] / costs[8, 8])
-    bar = {"bar": "cost of a contribution with 64 learners or fragments over that with 8", "value": round(growth, 2)}
-    print(json.dumps({**bar, "target": 1.3, "ok": growth <= 1.3}))
+    for bar, value, target, ok in (
+        ("merged bytes over those of a plain stream", ratio, 0.5, ratio >= 0.5),
+        ("bytes a parameter beside what is in flight", min(memory), 16, min(memory) <= 16),
+        ("cost of a contribution with 64 learners or fragments over that with 8", growth, 1.3, growth <= 1.3),
+    ):
+        print(json.dumps({"bar": bar, "value": round(value, 3), "target": target, "ok": ok}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from google.protobuf.message import Message
 
-from skerry.core.codec import byte_tensor, codec
+from skerry.core.codec import Codec, byte_tensor
+from skerry.core.fragment_codec import fragment_codec
 from skerry.observe.ledger import audit_run
 from skerry.syncer.run_folder import read_tape
 from skerry.wire import skerry_pb2 as pb
@@ -40,6 +41,10 @@ class Checks:
         self.leased = 0
         self.merges = 0
         self.history: list[tuple[Any, ...]] = []
+
+    def _codec(self, name: str, fragment: int) -> Codec:
+        layout = self._world.layout
+        return fragment_codec(name, layout, layout.fragments[fragment])
 
     def fail(self, what: str) -> None:
         self._world.errors.append(what)
@@ -82,7 +87,7 @@ class Checks:
         if header.HasField("since"):
             values = self._values[header.fragment, header.since]
             for difference in torch.split(received, len(data) // (header.version - header.since)):
-                values = values + codec(header.codec).decode(difference, values.numel())
+                values = values + self._codec(header.codec, header.fragment).decode(difference, values.numel())
         else:
             values = received.view(torch.float32)
         if not torch.equal(self._values.setdefault(key, values), values):
@@ -105,7 +110,7 @@ class Checks:
     def taken(self, session: str, header: pb.Upload, data: bytes) -> None:
         """The syncer has all of a contribution."""
         numel = self._values[header.fragment, header.base].numel()
-        delta = codec(header.codec).decode(byte_tensor(memoryview(data)), numel)
+        delta = self._codec(header.codec, header.fragment).decode(byte_tensor(memoryview(data)), numel)
         self._uploads[session, header.fragment, header.upto] = delta.double().numpy()
 
     # ------------------------------------------------------------ on the tape

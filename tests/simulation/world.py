@@ -25,7 +25,9 @@ from simulation.loop import Stuck, VirtualLoop
 from simulation.net import NOTICED_S, Network, Stub
 from skerry.clock import VirtualClock
 from skerry.config import SyncConfig
+from skerry.core.fragment import split
 from skerry.core.leases import Pool
+from skerry.core.tensors import model_tensors
 from skerry.errors import SkerryError, WireError
 from skerry.learner import link as links
 from skerry.learner.learner import Learner, adopt_ready
@@ -198,6 +200,7 @@ class World:
         self.errors: list[str] = []
         self.loop.set_exception_handler(self._unhandled)
         skerry.create(root / "life-0", small(), sync)
+        self.layout = split([spec for spec, _ in model_tensors(small())], sync.fragments)
         self.disk = FaultyDisk(root)
         self.disk.leave = lambda status: None
         self.disk.full = self._refuses

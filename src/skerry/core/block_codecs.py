@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
+SLICE = 1 << 22
+"""Elements that are encoded at a time: a whole fragment would need several times its own memory."""
 NOTHING = 1e-30
 """A block whose largest element is smaller counts as zeros: its scale might not be a normal number."""
 
@@ -17,6 +19,7 @@ NOTHING = 1e-30
 class Blocks:
     exact = False
     needs_feedback = False
+    unit = BLOCK
     name: str
     bits: int
     largest: float
@@ -26,8 +29,11 @@ class Blocks:
         return _blocks(numel) * (2 + BLOCK * self.bits // 8)
 
     def encode(self, vector: Tensor) -> Tensor:
-        numel, count = vector.numel(), _blocks(vector.numel())
-        blocks = torch.nn.functional.pad(vector.float(), (0, count * BLOCK - numel)).view(count, BLOCK)
+        parts = [self._encode(part) for part in torch.split(vector, SLICE)]
+        return torch.cat([*(scales for scales, _ in parts), *(elements for _, elements in parts)])
+
+    def _encode(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = in_rows(vector, BLOCK)
         low, high = torch.aminmax(blocks, dim=1)
         reach = torch.maximum(high, -low)
         # To multiply by a number is rounded the same way everywhere; what compilers make of a division is not.
@@ -37,8 +43,7 @@ class Blocks:
         wide = scales.float()
         inverse = torch.where(wide > 0, 1.0 / wide, torch.zeros_like(wide))
         scaled = (blocks * inverse[:, None]).nan_to_num_(nan=0.0).clamp_(-self.largest, self.largest)
-        elements = self._pack(scaled)
-        return torch.cat([scales.view(torch.uint8), elements.reshape(-1).view(torch.uint8)])
+        return scales.view(torch.uint8), self._pack(scaled).reshape(-1).view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         count = _blocks(numel)
@@ -105,6 +110,16 @@ class E3M0(Blocks):
 
     def _unpack(self, packed: Tensor) -> Tensor:
         return self._signed.to(packed.device)[_from_nibbles(packed).int()]
+
+
+def in_rows(vector: Tensor, width: int) -> Tensor:
+    """As fp32, the last row filled up with zeros."""
+    numel = vector.numel()
+    rows = -(-numel // width)
+    flat = vector.float()
+    if rows * width != numel:
+        flat = torch.nn.functional.pad(flat, (0, rows * width - numel))
+    return flat.reshape(rows, width)
 
 
 def _blocks(numel: int) -> int:

@@ -1,7 +1,7 @@
 """How a flat fp32 vector becomes bytes and back. The wire declares codec, size and checksum; this module knows which there are.
 
-A codec works on the device the vector is on, and gives the same bytes on every device: it is made of operations that IEEE 754
-rounds in one way only, and of sums that do not depend on their order.
+A codec works on the device the vector is on, and gives the same bytes of finite values on every device: it is made of
+operations that IEEE 754 rounds in one way only, and of sums that do not depend on their order.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ class Codec(Protocol):
         """It leaves out so much that what it left out has to be sent later."""
         ...
 
+    @property
+    def unit(self) -> int:
+        """Elements that share something, such as a scale."""
+        ...
+
     def size_bytes(self, numel: int) -> int:
         """Bytes of a vector with that many elements."""
         ...
@@ -53,6 +58,7 @@ class Cast:
     """Elements in another type."""
 
     needs_feedback = False
+    unit = 1
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name

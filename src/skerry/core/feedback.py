@@ -22,6 +22,10 @@ class Feedback:
         kept = {**self._open, at_step: progress - sent}
         self._open = dict(list(kept.items())[-self._kept :])
 
+    def undo(self) -> None:
+        """What was merged has been taken back, so what it left out is not wanted either."""
+        self.missing, self._open = None, {}
+
     def merged(self, upto_step: int) -> None:
         """The version now held contains this learner's progress up to here."""
         more = self._open.get(upto_step)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from skerry.core.block_codecs import SLICE, in_rows
+
 CHUNK = 4096
 FINE = 1 << 20
 """Magnitudes are counted in this many parts of the chunk's largest, so that sums are exact, in whichever order."""
@@ -17,6 +19,7 @@ FINE = 1 << 20
 class TopK:
     exact = False
     needs_feedback = True
+    unit = CHUNK
 
     def __init__(self, name: str, kept: int) -> None:
         assert kept % 4 == 0 and kept <= CHUNK
@@ -28,16 +31,18 @@ class TopK:
         return _chunks(numel) * sum(self._chunk_bytes)
 
     def encode(self, vector: Tensor) -> Tensor:
-        count = _chunks(vector.numel())
-        if count == 0:
+        if vector.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=vector.device)
-        chunks = torch.nn.functional.pad(vector.float(), (0, count * CHUNK - vector.numel())).view(count, CHUNK)
+        parts = [self._encode(part) for part in torch.split(vector, SLICE)]
+        return torch.cat([part for kind in zip(*parts, strict=True) for part in kind])
+
+    def _encode(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        chunks = in_rows(vector, CHUNK)
         places = self._largest(chunks)
         values = chunks.gather(1, places)
         sizes, large = _two_sizes(values.abs())
         codes = (values < 0).int() + 2 * large.int()
-        packed = [sizes.view(count, 4), _pack_places(places.int()), _pack_codes(codes)]
-        return torch.cat([part.reshape(-1).view(torch.uint8) for part in packed])
+        return sizes.reshape(-1), _pack_places(places.int()).reshape(-1), _pack_codes(codes).reshape(-1)
 
     def _largest(self, chunks: Tensor) -> Tensor:
         """Places of the largest elements, in order. Of equal ones the first: no two keys are the same."""
@@ -63,11 +68,15 @@ def _chunks(numel: int) -> int:
 
 
 def _two_sizes(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row: the mean of those up to the mean and the mean of those above, as bf16 bytes; and which are above."""
+    """Of each row: the mean of those up to the mean and the mean of those above, as bf16 bytes; and which are above.
+
+    Where there are zeros among them, zero is the one size and the mean of the others the other.
+    """
     largest = magnitudes.amax(dim=1, keepdim=True).double()
     unit = torch.where(largest > 0, FINE / largest, torch.zeros_like(largest))
     parts = (magnitudes.double() * unit).nan_to_num_(nan=0.0).round_().long()
-    large = parts * parts.shape[1] > parts.sum(dim=1, keepdim=True)
+    with_zeros = (magnitudes == 0).any(dim=1, keepdim=True)
+    large = torch.where(with_zeros, magnitudes > 0, parts * parts.shape[1] > parts.sum(dim=1, keepdim=True))
     means = []
     for chosen in (~large, large):
         number = chosen.sum(dim=1, keepdim=True)

@@ -26,6 +26,8 @@ from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError
 
 QUICK_NUMEL = 1 << 19
+OPEN_ANSWERS = 2
+"""Of one fragment: its rounds follow each other, so only answers to the same question can both be open."""
 GATE_S = 0.2
 HALF_STEP_S, RETRY_GATE_S = 1.0, 0.001
 
@@ -55,6 +57,8 @@ class Prepared:
     """On a GPU: `change` has arrived."""
     since: Tensor | None
     """For `carry`: what `change` was computed against."""
+    floor: int = 0
+    """Versions before this one were taken back."""
 
 
 class Replica:
@@ -66,8 +70,9 @@ class Replica:
         self._held: list[Tensor | None] = [None] * len(layout.fragments)
         """The version adopted last, as the syncer has it, on the host."""
         with_feedback = [sync.feedback == "always" or (sync.feedback == "auto" and c.needs_feedback) for c in self._codecs]
-        self._feedback = [Feedback(KEPT_GIVES) if wanted else None for wanted in with_feedback]
+        self._feedback = [Feedback(OPEN_ANSWERS) if wanted else None for wanted in with_feedback]
         self._feedback_lock = threading.Lock()
+        self._floors = [0] * len(layout.fragments)
         # For `carry`: snapshots that were given, by the learner's count of steps at that moment, on the model's device.
         self._given: list[dict[int, Tensor]] = [{} for _ in layout.fragments]
         self._start_whole = [True] * len(layout.fragments)
@@ -85,6 +90,7 @@ class Replica:
         self.quick = not self._cuda and max(fragment.numel for fragment in layout.fragments) <= quick_numel
         """To copy and encode a fragment takes less time than to have another thread do it."""
         self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._copies: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._written: Any = None
         self._being_read: list[Any] = []
 
@@ -134,7 +140,10 @@ class Replica:
         feedback = self._feedback[index]
         if feedback is not None:
             with self._on_side(), self._feedback_lock:
+                if prepared.floor > self._floors[index]:
+                    feedback.undo()
                 feedback.merged(counted)
+        self._floors[index] = prepared.floor
         self._held[index] = prepared.values
         return whole
 
@@ -152,8 +161,10 @@ class Replica:
             return change, self._recorded()
 
     def _to_device(self, flat: Tensor) -> tuple[Tensor, Any]:
-        with self._on_side():
-            return flat.to(self.device, non_blocking=True), self._recorded()
+        if not self._cuda:
+            return flat, None
+        with torch.cuda.stream(self._copies):  # not behind something that is being encoded
+            return flat.to(self.device, non_blocking=True), _recorded(self._copies)
 
     def _on_side(self) -> contextlib.AbstractContextManager[Any]:
         """Work inside is done beside that of the training thread, on a GPU."""
@@ -286,14 +297,14 @@ class Replica:
 
         return arrived
 
-    def prepare(self, index: int, values: Tensor, since_step: int) -> Prepared:
+    def prepare(self, index: int, values: Tensor, since_step: int, floor: int = 0) -> Prepared:
         """Make a version ready for adoption, off the training thread."""
         if self._cuda:
             values = values.pin_memory()
         if self._sync.adopt != "carry":
-            return Prepared(values, *self._to_device(values), None)
+            return Prepared(values, *self._to_device(values), None, floor)
         since = self._since(index, since_step)
-        return Prepared(values, *self._difference(index, values, since), since)
+        return Prepared(values, *self._difference(index, values, since), since, floor)
 
 
 def _recorded(stream: Any) -> Any:

@@ -18,7 +18,7 @@ from skerry.core.fragment_codec import fragment_codec
 from skerry.errors import WireError
 from skerry.learner.replica import Prepared, Snapshot
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.lanes import Download, NotAsWanted
+from skerry.wire.lanes import Download, Lanes, NotAsWanted
 
 if TYPE_CHECKING:
     from skerry.learner.link import Link
@@ -47,6 +47,7 @@ class Transfers:
         self._answering = False
         self._encoded: dict[int, Encoded] = {}
         """By fragment: the last answer, until it is delivered."""
+        self._sending: set[tuple[Lanes, int, int]] = set()
         self._downloads: dict[int, Download] = {}
         """By fragment: what has come of a version stays when connections break."""
 
@@ -115,8 +116,20 @@ class Transfers:
         return gives, nothings
 
     async def _upload(self, encoded: Encoded) -> None:
-        link, exchange, lanes = self._link, self._link.exchange, self._link.lanes
-        assert exchange is not None and lanes is not None
+        lanes, question = self._link.lanes, encoded.give.question
+        assert lanes is not None
+        sending = (lanes, question.fragment, question.step)
+        if sending in self._sending:
+            return  # the same question came again while this answer was being encoded
+        self._sending.add(sending)
+        try:
+            await self._send(lanes, encoded)
+        finally:
+            self._sending.discard(sending)
+
+    async def _send(self, lanes: Lanes, encoded: Encoded) -> None:
+        link, exchange = self._link, self._link.exchange
+        assert exchange is not None
         give, data, question = encoded.give, encoded.data, encoded.give.question
         with link.changed:
             journal = link.journal.upto(give.at.steps)
@@ -193,7 +206,7 @@ class Transfers:
         def decode() -> Prepared:
             header, data = download.finish()
             values = self._decode(header, data, values_had)
-            return replica.prepare(fragment, values, since_step)
+            return replica.prepare(fragment, values, since_step, header.floor)
 
         self._downloads.pop(fragment, None)
         try:

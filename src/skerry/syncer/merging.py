@@ -62,9 +62,6 @@ class Merger:
             momentum=order.outer_momentum,
             presence=order.presence,
         )
-        return self._made(order, before, after)
-
-    def _made(self, order: m.Merge, before: FragmentState, after: FragmentState) -> tuple[FragmentState, Published, Written]:
         state, published = self._bulk.encode(order.fragment, order.version, before, after)
         return state, published, self._store.write(order, state)
 
@@ -80,13 +77,14 @@ class Merger:
         blank = m.Merge(order.fragment, order.version, order.step, (), 0.0, 0.0, 0.0)
         try:
             values = await self._in_pool(self._good.read, order.good_step, order.fragment)
-            before, after = self._states[order.fragment], FragmentState.fresh(values)
-            state, published, written = await self._in_pool(self._made, blank, before, after)
+            # Whole: a difference that could not express all of it would leave learners with some of what went wrong.
+            state = FragmentState.fresh(values)
+            written = await self._in_pool(self._store.write, blank, state)
             await self._tape.commit(written)
         except SkerryError as error:
             return m.StoreFailed(order.fragment, str(error))
         self._states[order.fragment] = state
-        self._bulk.publish(order.fragment, published)
+        self._bulk.publish_whole(order.fragment, order.version, state)
         self._bulk.forget(order.fragment)
         return m.Stored(order.fragment, order.version)
 

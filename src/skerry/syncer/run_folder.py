@@ -29,7 +29,7 @@ from skerry.core.standing import Standing
 from skerry.durable import write_durably
 from skerry.errors import StoreError
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)

@@ -525,7 +525,7 @@ class UploadReply(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., damaged: bool = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fetched(_message.Message):
-    __slots__ = ("fragment", "version", "codec", "size_bytes", "checksum", "reason", "since", "first_chunk")
+    __slots__ = ("fragment", "version", "codec", "size_bytes", "checksum", "reason", "since", "first_chunk", "floor")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -534,6 +534,7 @@ class Fetched(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
     codec: str
@@ -542,4 +543,5 @@ class Fetched(_message.Message):
     reason: str
     since: int
     first_chunk: int
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., since: _Optional[int] = ..., first_chunk: _Optional[int] = ...) -> None: ...
+    floor: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., since: _Optional[int] = ..., first_chunk: _Optional[int] = ..., floor: _Optional[int] = ...) -> None: ...
