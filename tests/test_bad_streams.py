@@ -95,7 +95,7 @@ def once(change: Change) -> Change:
 @pytest.mark.parametrize("what", ["one message damaged", "nothing comes through any more"])
 def test_a_learner_whose_stream_stands_but_is_of_no_use_comes_back(run, monkeypatch, end: str, way: str, what: str) -> None:
     folder, relay, address = run
-    monkeypatch.setattr(lanes, "STUCK_S", (2.0, 2.0))
+    monkeypatch.setattr(lanes, "STUCK_S", (2.0, 2.0, 2.0))
     model = small_model(seed=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     learner = skerry.join(address, model, optimizer, name="island", timeout_s=30)

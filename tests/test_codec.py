@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from skerry.config import SyncConfig
 from skerry.core import block_codecs, topk_codec
 from skerry.core.block_codecs import BLOCK
 from skerry.core.codec import byte_tensor, checksum, codec, raw_bytes
@@ -17,8 +19,10 @@ from skerry.core.feedback import Feedback
 from skerry.core.fragment import TensorSpec, split
 from skerry.core.fragment_codec import fragment_codec
 from skerry.core.merge import FragmentState, publish
+from skerry.core.tensors import model_tensors
 from skerry.core.topk_codec import CHUNK
 from skerry.errors import WireError
+from skerry.learner.replica import Replica
 from skerry.syncer.published import Published
 
 floats = st.lists(st.floats(width=32, allow_nan=False), max_size=40)
@@ -320,6 +324,33 @@ def test_all_progress_of_merged_contributions_is_sent_or_missing(seed: int, fate
         feedback.merged(at)
     missing = feedback.missing if feedback.missing is not None else torch.zeros(5000)
     assert torch.allclose(arrived + missing, progressed, atol=1e-4)
+
+
+def test_what_was_missing_before_a_rollback_is_not_sent_after_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(100, 50, bias=False)
+    layout = split([spec for spec, _ in model_tensors(model)], 1)
+    replica = Replica(model, layout, SyncConfig(fragments=1, send="topk1"))
+    first = torch.randn(5000)
+
+    def adopt(values: torch.Tensor, counted: int, floor: int) -> None:
+        replica.adopt(0, replica.prepare(0, values, 0, floor), 0, counted)
+
+    def give(step: int) -> torch.Tensor | None:
+        with torch.no_grad():
+            model.weight.sub_(torch.randn(50, 100))
+        snapshot = replica.snapshot(0, step)
+        replica.encode(snapshot)
+        return snapshot.missing
+
+    adopt(first, 0, 0)
+    assert give(1) is None
+    adopt(first, 1, 0)
+    assert give(2) is not None, "what the first left out"
+    adopt(first, 2, 5)
+    assert give(3) is None, "versions up to there were taken back"
+    adopt(first, 3, 5)
+    assert give(4) is not None
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "int4", "e3m0", "topk3"])

@@ -16,9 +16,11 @@ from torch import nn
 import skerry
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
 from skerry.config import SyncConfig
+from skerry.errors import WireError
 from skerry.syncer.run_folder import read_model
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, chunk, count_chunks
+from skerry.wire.lanes import Lanes, _checked, _longest_s
 from skerry.wire.meter import Meter
 
 
@@ -105,7 +107,9 @@ def test_what_breaks_in_the_middle_is_finished_and_not_begun_again(folder: Path,
     assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
     assert not tape(folder, "unhealthy")
     whole = 16 << 20
-    assert link.sent.total_bytes < whole * (len(tape(folder, "merged")) + 2), "what had arrived was not sent again"
+    merges = len(tape(folder, "merged"))
+    assert link.sent.total_bytes < whole * (merges + 2), "what had arrived was not sent again"
+    assert link.received.total_bytes < whole * (merges + 3), "nor fetched again, nor twice at once"
 
 
 def test_a_syncer_says_what_is_missing_and_takes_the_rest_on_any_lane(tmp_path: Path, start_syncer) -> None:
@@ -183,6 +187,60 @@ def test_what_was_begun_is_forgotten_when_nobody_wants_it_any_more(tmp_path: Pat
     asyncio.run(scenario())
 
 
+def test_what_is_being_sent_is_not_sent_beside_itself_and_ends_with_the_lanes() -> None:
+    async def scenario() -> None:
+        lanes = Lanes([], "a", "session", Meter(), Meter())
+        header = pb.Upload(fragment=1, step=2)
+
+        async def nothing(answered: object) -> None:
+            pass
+
+        first = asyncio.ensure_future(lanes._reply_to(header, nothing))
+        await asyncio.sleep(0)
+        with pytest.raises(WireError, match="being sent already"):
+            await lanes._reply_to(header, nothing)
+        # What says what is missing answers another question.
+        lanes.replied(pb.UploadReply(fragment=1, step=2, missing=[0, 1]))
+        await asyncio.sleep(0)
+        assert not first.done()
+        await lanes.close()
+        with pytest.raises(WireError, match="closed"):
+            await first
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("missing", [[0], [0, 0], [3, 2], [0, 1 << 31], [4, 1], [0, 1, 1, 1, 2, 1, 3, 1, 0, 1]])
+def test_chunks_that_there_are_not_cannot_be_missing(missing: list[int]) -> None:
+    with pytest.raises(WireError, match="said to be missing of 4"):
+        _checked(missing, 4)
+    assert _checked([1, 2, 3, 1], 4) == [(1, 2), (3, 1)]
+
+
+def test_how_long_nothing_may_move_follows_the_rate_within_limits() -> None:
+    assert _longest_s(0.0) == 60, "while nothing is known"
+    assert _longest_s(100e6) == 10
+    assert _longest_s(CHUNK_BYTES / 2) == 40
+    assert _longest_s(CHUNK_BYTES / 10) == 60
+    assert _longest_s(CHUNK_BYTES / 100) == 300, "three chunks at least"
+    assert _longest_s(1.0) == 600
+
+
+def test_who_gives_up_has_used_nothing_of_a_cap() -> None:
+    async def scenario() -> None:
+        meter, given_up = Meter(cap_mbit=8.0), False  # 1 MB/s
+        await meter.allow(500_000)
+        waiting = [asyncio.ensure_future(meter.allow(10_000_000, lambda: given_up)) for _ in range(20)]
+        await asyncio.sleep(0)
+        given_up = True
+        await asyncio.gather(*waiting)
+        started = asyncio.get_running_loop().time()
+        await meter.allow(1)
+        assert asyncio.get_running_loop().time() - started < 1.0
+
+    asyncio.run(scenario())
+
+
 def test_a_cap_holds_over_time() -> None:
     async def send(meter: Meter, sizes: list[int]) -> float:
         loop = asyncio.get_running_loop()
@@ -190,7 +248,7 @@ def test_a_cap_holds_over_time() -> None:
         with meter.under_way():
             for size in sizes:
                 await meter.allow(size)
-                meter.moved(size)
+                meter.moved(size, "contributions")
         return loop.time() - started
 
     capped = Meter(cap_mbit=80.0)  # 10 MB/s

@@ -18,7 +18,18 @@ from skerry.config import SyncConfig
 from skerry.errors import ConfigError
 from skerry.plan import doctor
 from skerry.plan.devices import DENSE_TFLOPS, step_time_s
-from skerry.plan.planning import FULL, LONGEST, Island, bits, choices, data_parallel_utilisation, host_bytes, weigh
+from skerry.plan.planning import (
+    FULL,
+    LONGEST,
+    Island,
+    bits,
+    choices,
+    data_parallel_utilisation,
+    host_bytes,
+    join_s,
+    syncer_bytes,
+    weigh,
+)
 from skerry.plan.words import island_of, link_of, number_of, plan_lines
 
 SITE = Island("site", 1.0, 1000.0, 1000.0, 0.04)
@@ -33,12 +44,25 @@ def test_bits_are_those_of_the_codecs() -> None:
 def test_a_choice_comes_to_what_can_be_worked_out_by_hand() -> None:
     """A billion parameters, a second a step, bf16, H = 24: 16e9 / 24 bits a second each way."""
     found = weigh(1e9, [SITE, SITE], 24, "bf16", "bf16")
-    assert found.island_mbit == pytest.approx(666.7, rel=1e-3) and found.load == pytest.approx(0.6667, rel=1e-3)
+    assert found.mbit == pytest.approx(666.7, rel=1e-3) and found.load == pytest.approx(0.6667, rel=1e-3)
     assert found.gbit == pytest.approx(1.333, rel=1e-3) and found.fragments == 24
-    # 41.7M elements: 0.667 s each way alone, three times that in a link two thirds full; 0.17 s to merge two; 0.12 s of trips.
-    assert found.exchange_steps == pytest.approx(3 * (0.6667 + 0.6667) + 0.1667 + 0.02 + 0.12, rel=1e-3)
+    # 41.7M elements: 0.667 s each way alone, three times that in a link two thirds full; a third of a second to merge two, half
+    # a second to store them; 0.12 s of trips.
+    assert found.exchange_steps == pytest.approx(3 * (0.6667 + 0.6667) + 0.3333 + 0.5208 + 0.02 + 0.12, rel=1e-3)
     assert found.kept == pytest.approx(1 - found.exchange_steps / 24)
     assert host_bytes(1e9, found) == pytest.approx(4e9 + 2 / 24 * 1e9 * 8)
+    assert syncer_bytes(1e9, found, 2) == pytest.approx(14.25e9 + 2 * 2 / 24 * 1e9 * 6)
+    assert join_s(1e9, [SITE, SITE]) == pytest.approx(32.0)
+
+
+def test_rounds_follow_the_fastest_island_and_the_thinnest_link_is_told() -> None:
+    quick, thin = Island("quick", 0.2, 10_000, 10_000, 0.01), Island("thin", 2.0, 500, 500, 0.01)
+    found = weigh(1e9, [quick, thin], 24, "int8", "int8")
+    # Asked for the whole model every 24 × 0.2 s: 8.125e9 bits in 4.8 s, whoever it is.
+    assert (
+        found.worst == "thin" and found.mbit == pytest.approx(1692.7, rel=1e-3) and found.load == pytest.approx(3.385, rel=1e-3)
+    )
+    assert not found.fits and found.why_not == "needs 1,693 Mbit/s, 3.4 times what the link of thin has"
 
 
 def test_data_parallel_training_waits_for_every_gradient() -> None:

@@ -143,7 +143,8 @@ class Exchange:
         held = self.held[version.fragment]
         if version.version > held.version:
             held.answered = None  # that round is over
-            held.undelivered = None
+            if held.newest is None or version.version > held.newest.version:
+                held.undelivered = None
             if held.newest is None or version.version >= held.newest.version:
                 held.newest = version
             if held.fetched is not None and held.fetched.version == version.version:

@@ -184,7 +184,7 @@ class Transfers:
     async def fetch(self, version: Version) -> None:
         link, exchange, replica = self._link, self._link.exchange, self._link.replica
         assert exchange is not None and replica is not None
-        fragment = version.fragment
+        fragment, lanes = version.fragment, link.lanes
         with link.changed:
             have, values_had = self._newest_here(fragment)
         wanted = pb.Fetch(fragment=fragment, version=version.version, have=have)
@@ -196,8 +196,8 @@ class Transfers:
         except WireError as error:
             log.debug("%s: fragment %d was not fetched: %s", link.name, fragment, error)
             if isinstance(error, NotAsWanted):
-                self._downloads.pop(fragment, None)
-            link.again(RETRY_TRANSFER_S, lambda: exchange.fetch_failed(version))
+                self._forget(download)
+            self._fetch_again(version, lanes)
             return
 
         with link.changed:
@@ -208,18 +208,33 @@ class Transfers:
             values = self._decode(header, data, values_had)
             return replica.prepare(fragment, values, since_step, header.floor)
 
-        self._downloads.pop(fragment, None)
+        self._forget(download)
         try:
             prepared = decode() if replica.quick else await link.off_loop(decode)
         except WireError as error:
             log.debug("%s: fragment %d did not arrive as it was sent: %s", link.name, fragment, error)
-            link.again(RETRY_TRANSFER_S, lambda: exchange.fetch_failed(version))
+            self._fetch_again(version, lanes)
             return
         with link.changed:
             if exchange.fetched(version):
                 link.prepared[fragment] = prepared
             link.changed.notify_all()
         link.pump()
+
+    def _forget(self, download: Download) -> None:
+        fragment = download.wanted.fragment
+        if self._downloads.get(fragment) is download:
+            del self._downloads[fragment]
+
+    def _fetch_again(self, version: Version, lanes: Lanes | None) -> None:
+        link, exchange = self._link, self._link.exchange
+        assert exchange is not None
+
+        def again() -> None:
+            if link.lanes is lanes:  # a new connection has begun to fetch by itself
+                exchange.fetch_failed(version)
+
+        link.again(RETRY_TRANSFER_S, again)
 
     async def fetch_fixed(self, part: int) -> None:
         """Tensors nobody trains."""

@@ -1,9 +1,10 @@
 """Which H, P, τ, K and codec fit a model, its islands and their links: arithmetic, and what experiments have shown.
 
-An exchange of a fragment takes three round trips and the time of its bytes. While it goes on an island trains on, and with
-`overwrite` what it learns of that fragment meanwhile is replaced: the share of the work that is kept is one minus the length of
-an exchange, in steps, over H. So three things decide: the bytes must fit the link, the exchange must be short beside H, and
-the rest is a choice of what costs the model least.
+With a quorum of one, rounds follow the fastest island: everybody is asked for every fragment once in H of its steps, which is
+a cycle. An exchange of a fragment takes three round trips, the time of its bytes, and that of merging and storing it. While it
+goes on an island trains on, and with `overwrite` what it learns of that fragment meanwhile is replaced: the share of the work
+that is kept is one minus the length of an exchange over that of a cycle. So three things decide: the bytes must fit the
+link, the exchange must be short beside a cycle, and the rest is a choice of what costs the model least.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from skerry.core.codec import codec
 FULL = 0.7
 """A link that is used more than this has queues that grow."""
 LONGEST = 1 / 8
-"""An exchange should take no more than this share of H."""
-MERGE_BYTES_PER_S = 1e9
-"""Of contributions that a syncer merges; benchmarks/syncer.py measures it."""
-STORE_S = 0.02
-"""To make a version durable."""
+"""An exchange should take no more than this share of a cycle."""
+MERGE_PER_S = 2.5e8
+"""Elements of contributions that a syncer decodes and merges, on a few cores; benchmarks/syncer.py measures it."""
+STORE_PER_S, STORE_S = 8e7, 0.02
+"""Elements of a version that are made durable, 12 bytes each, on an ordinary disk; and what a sync takes by itself."""
 ROUND_TRIPS = 3.0
 """Ask and upload, announce and fetch, and what connections add."""
 SPREADS = (24, 48, 96, 192, 384)
@@ -46,23 +47,23 @@ class Island:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to set things, and what it would come to on the island that fares worst."""
+    """One way to set things, and what it would come to for the island that fares worst."""
 
     every: int
     fragments: int
     overlap: int
     send: str
     publish: str
-    load: float
-    """Share of the busiest link that it needs."""
-    exchange_steps: float
-    kept: float
-    """Share of the work that is in the model, on the island whose exchanges take longest."""
-    gbit: float
-    """All islands together, at the syncer, each way."""
-    island_mbit: float
-    """Of the island that needs most, the busier way."""
     worst: str
+    load: float
+    """Share of its link that is needed, the busier way."""
+    mbit: float
+    exchange_steps: float
+    """How long an exchange takes, in steps of the fastest island."""
+    kept: float
+    """Share of its work that is in the model."""
+    gbit: float
+    """All islands together, at the syncer, the busier way."""
 
     @property
     def cost(self) -> float:
@@ -70,20 +71,23 @@ class Choice:
         return codecs + SPREAD_COST[self.every] + REPLACED_COST * (1 - self.kept)
 
     @property
+    def strain(self) -> float:
+        """More than one does not fit."""
+        return max(self.load / FULL, self.exchange_steps / (LONGEST * self.every))
+
+    @property
     def fits(self) -> bool:
-        return self.load <= FULL and self.exchange_steps <= LONGEST * self.every
+        return self.strain <= 1
 
     @property
     def why_not(self) -> str:
         if self.load > 1:
-            return f"needs {self.island_mbit:,.0f} Mbit/s, {self.load:.1f} times what the link of {self.worst} has"
+            return f"needs {self.mbit:,.0f} Mbit/s, {self.load:.1f} times what the link of {self.worst} has"
         if self.load > FULL:
             return f"fills {100 * self.load:.0f}% of the link of {self.worst}: queues would grow"
-        if self.exchange_steps > LONGEST * self.every:
-            lost = 100 * (1 - self.kept)
-            return (
-                f"an exchange takes {self.exchange_steps:.1f} steps of {self.worst}: {lost:.0f}% of its work would be replaced"
-            )
+        if not self.fits:
+            took = f"an exchange with {self.worst} takes {self.exchange_steps:.1f} of {self.every} steps"
+            return f"{took}: {100 * (1 - self.kept):.0f}% of its work would be replaced"
         return f"costs the model more: about {self.cost:.1f}% of the loss"
 
 
@@ -95,32 +99,28 @@ def bits(name: str) -> float:
 def weigh(parameters: float, islands: Sequence[Island], every: int, send: str, publish: str) -> Choice:
     """What a choice would come to."""
     fragments = max(1, min(every, 24, int(parameters * bits(send) / 8 / 65_536)))
-    worst_load, worst_steps, worst_mbit, who = 0.0, 0.0, 0.0, islands[0].name
-    total = {"up": 0.0, "down": 0.0}
+    pace = min(island.step_s for island in islands)
+    up, down = (parameters * bits(name) / (every * pace) / 1e6 for name in (send, publish))
+    elements = parameters / fragments
+    merge_s = len(islands) * elements / MERGE_PER_S + elements / STORE_PER_S + STORE_S
+    found = []
     for island in islands:
-        up, down = (parameters * bits(name) / every / island.step_s / 1e6 for name in (send, publish))
-        total["up"] += up
-        total["down"] += down
         load = max(up / island.up_mbit, down / island.down_mbit)
-        bytes_s = parameters / fragments / 1e6 * (bits(send) / island.up_mbit + bits(publish) / island.down_mbit)
-        merge_s = len(islands) * parameters / fragments * bits(send) / 8 / MERGE_BYTES_PER_S + STORE_S
+        bytes_s = elements / 1e6 * (bits(send) / island.up_mbit + bits(publish) / island.down_mbit)
         # What waits in a link that is too full never stops waiting.
-        exchange_s = ROUND_TRIPS * island.round_trip_s + merge_s + (bytes_s / max(1 - load, 0.05))
-        steps = exchange_s / island.step_s
-        if (load > FULL, steps, load) > (worst_load > FULL, worst_steps, worst_load):
-            who = island.name
-        worst_load, worst_steps = max(worst_load, load), max(worst_steps, steps)
-        worst_mbit = max(worst_mbit, up, down)
-    kept = max(0.0, 1 - worst_steps / every) / max(1.0, worst_load)
-    overlap = max(1, min(math.ceil(worst_steps), every - 1))
-    gbit = max(total.values()) / 1000
-    return Choice(every, fragments, overlap, send, publish, worst_load, worst_steps, kept, gbit, worst_mbit, who)
+        steps = (ROUND_TRIPS * island.round_trip_s + merge_s + bytes_s / max(1 - load, 0.05)) / pace
+        kept = max(0.0, 1 - steps / every) / max(1.0, load)
+        overlap = max(1, min(math.ceil(steps), every - 1))
+        gbit = len(islands) * max(up, down) / 1000
+        mbit = up if up / island.up_mbit >= down / island.down_mbit else down
+        found.append(Choice(every, fragments, overlap, send, publish, island.name, load, mbit, steps, kept, gbit))
+    return max(found, key=lambda choice: choice.strain)
 
 
 def choices(parameters: float, islands: Sequence[Island]) -> list[Choice]:
     """Everything that is worth a thought, the best first; what does not fit comes after what does."""
     found = [weigh(parameters, islands, every, *pair) for every, pair in itertools.product(SPREADS, PAIRS)]
-    return sorted(found, key=lambda choice: (not choice.fits, choice.cost if choice.fits else choice.load, choice.every))
+    return sorted(found, key=lambda choice: (not choice.fits, choice.cost if choice.fits else choice.strain, choice.every))
 
 
 def quorum(islands: Sequence[Island]) -> int:
@@ -140,6 +140,16 @@ def data_parallel_utilisation(parameters: float, islands: Sequence[Island]) -> f
 
 
 def host_bytes(parameters: float, choice: Choice) -> float:
-    """Of an island's memory, for the exchange: the version held, in fp32, and what may be under way of two fragments."""
+    """Of an island's host: the version held, in fp32, and what may be under way of two fragments."""
     under_way = 2 * parameters / choice.fragments * (4 + bits(choice.send) / 8 + bits(choice.publish) / 8)
     return 4 * parameters + under_way
+
+
+def syncer_bytes(parameters: float, choice: Choice, islands: int) -> float:
+    """Values and momentum; what learners have and the differences to it; contributions to two fragments."""
+    return parameters * (8 + 4 + 2.25) + islands * 2 * parameters / choice.fragments * (4 + bits(choice.send) / 8)
+
+
+def join_s(parameters: float, islands: Sequence[Island]) -> float:
+    """To fetch the whole model in fp32, over the thinnest link."""
+    return max(parameters * 32 / 1e6 / island.down_mbit for island in islands)

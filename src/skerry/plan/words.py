@@ -86,17 +86,19 @@ def plan_lines(parameters: float, islands: Sequence[Island], alternatives: int =
         lines.append("larger batches make steps longer, and so links wider beside them")
         return "\n".join(lines)
     slow, quick = max(i.step_s for i in islands), min(i.step_s for i in islands)
-    gap = f"; steps differ by {slow / quick:.1f} times, which the grace window evens out" if slow / quick > 1.05 else ""
+    gap = f"; steps differ by {slow / quick:.1f} times: slow islands give what they have" if slow / quick > 1.05 else ""
     together = planning.data_parallel_utilisation(parameters, islands)
     lines += [
         f"use              {_settings(best)}",
         f"                 --sync.every {best.every} --sync.fragments {best.fragments} --sync.overlap {best.overlap} "
         f"--sync.quorum {planning.quorum(islands)} --sync.send {best.send} --sync.publish {best.publish}",
-        f"utilisation      no step waits for a link; {100 * best.kept:.1f}% of the work is in the model{gap}",
-        f"links            {best.island_mbit:,.1f} Mbit/s for an island at most, {100 * best.load:.0f}% of its link; "
+        f"utilisation      no step waits for a link; {100 * best.kept:.1f}% of the work is in the model at least{gap}",
+        f"links            {best.mbit:,.1f} Mbit/s for {best.worst}, {100 * best.load:.0f}% of what it has; "
         f"{best.gbit:,.3g} Gbit/s at the syncer, each way",
-        f"an exchange      takes {best.exchange_steps:.2f} steps of {best.worst}",
-        f"memory           {_bytes(planning.host_bytes(parameters, best))} of an island's host, 16 B a parameter at the syncer",
+        f"an exchange      takes {best.exchange_steps:.2f} of {best.every} steps of the fastest island",
+        f"to join          takes {_seconds(planning.join_s(parameters, islands))} at most, for the whole model",
+        f"memory           {_bytes(planning.host_bytes(parameters, best))} of an island's host, "
+        f"{_bytes(planning.syncer_bytes(parameters, best, len(islands)))} of the syncer's",
         f"data-parallel    would reach {100 * together:.1f}% over the same links",
         "otherwise",
     ]

@@ -112,9 +112,13 @@ class Bulk:
             sender.cancel()
 
     async def _send(self, lane: Lane, write: Write) -> None:
+        async def say_replies() -> None:
+            while not lane.replies.empty():
+                await write(pb.BulkToLearner(reply=lane.replies.get_nowait()))
+
         while (item := await lane.outbox.get()) is not None:
-            if isinstance(item, pb.UploadReply):
-                await write(pb.BulkToLearner(reply=item))
+            await say_replies()
+            if item == "reply":
                 continue
             if isinstance(item, pb.Fetch):
                 header, data = self._find(lane.name, lane.session, item)
@@ -131,6 +135,8 @@ class Bulk:
                 await write(message)
                 self.bytes_moved(lane.name)
                 message = pb.BulkToLearner()
+                await say_replies()
+        await say_replies()
 
     def _find(self, name: str, session: str, wanted: pb.Fetch) -> tuple[pb.Fetched, memoryview]:
         header = pb.Fetched(fragment=wanted.fragment, version=wanted.version, first_chunk=wanted.first_chunk)
@@ -158,7 +164,7 @@ class Bulk:
 
     def check(self, name: str, session: str, header: pb.Upload) -> m.Contributed:
         if not self._host.is_connected(name, session):
-            raise WireError(f"{name[:MAX_NAME]!r} is not connected with this session")
+            raise Busy(f"{name[:MAX_NAME]!r} is not connected with this session")
         if (
             max(header.step, header.base, header.steps, header.tokens, header.upto, header.samples_to, header.upto_tokens)
             > MAX_COUNT
@@ -195,6 +201,10 @@ class Bulk:
         if found is None or not found.is_of(session, header):
             if found is not None and found.complete:
                 raise Busy(f"another upload of fragment {header.fragment} is under way; try again later")
+            if found is not None and found.session == session and found.header.upto > header.upto:
+                raise WireError(f"a newer answer of fragment {header.fragment} has come")
+            if found is not None:
+                found.give_up("")
             found = self._receiving[name, header.fragment] = Receiving(session, header)
         return found
 
@@ -204,11 +214,12 @@ class Bulk:
             del self._receiving[name, receiving.header.fragment]
 
     def tidy(self) -> None:
-        """Forget what was begun, is not being sent, and would not be taken any more."""
+        """Forget what was begun and would not be taken any more."""
         may_come = self._host.core.may_still_come
         for (name, fragment), receiving in list(self._receiving.items()):
-            being_sent = receiving.lanes or receiving.complete
-            if not being_sent and not may_come(name, receiving.session, fragment, receiving.header.step):
+            step = receiving.header.step
+            if not receiving.complete and not may_come(name, receiving.session, fragment, step):
+                receiving.give_up(f"round {step} of fragment {fragment} is over")
                 self.received(name, receiving)
 
     def bytes_moved(self, name: str) -> None:

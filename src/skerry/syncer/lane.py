@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from skerry.errors import WireError
 from skerry.syncer.relay import NOTHING
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 MAX_NAME = 200
 HELLO_S = 30.0
-LANE_QUEUE = 64
+LANE_QUEUE = 256
 """Answers that wait to be sent on one lane. While there are as many, nothing more is read from it."""
+REPLIES = 64
+"""The same of answers to contributions, which go before all others."""
 
 Message = TypeVar("Message")
-Outgoing = pb.UploadReply | pb.Fetch | tuple[pb.State, memoryview] | None
+Outgoing = pb.Fetch | tuple[pb.State, memoryview] | Literal["reply"] | None
+"""What is to be sent: `reply` says to look at the replies."""
 
 
 class Damaged(WireError):
@@ -44,11 +47,18 @@ class Receiving:
         self.assembly = Assembly(header.size_bytes, header.checksum)
         self.lanes = 0
         """On which it comes just now."""
+        self.given_up: str | None = None
+        """Why the rest of it is not wanted any more."""
 
     def is_of(self, session: str, header: pb.Upload) -> bool:
         of = self.header
         same = (header.step, header.upto, header.size_bytes, header.checksum)
         return session == self.session and same == (of.step, of.upto, of.size_bytes, of.checksum)
+
+    def give_up(self, reason: str) -> None:
+        """Its memory is free, whichever lanes still name it."""
+        self.given_up = reason
+        self.assembly = Assembly(self.header.size_bytes, self.header.checksum)
 
     @property
     def complete(self) -> bool:
@@ -61,6 +71,8 @@ class Lane:
     def __init__(self, bulk: Bulk, name: str, session: str) -> None:
         self.name, self.session = name, session
         self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue(LANE_QUEUE)
+        self.replies: asyncio.Queue[pb.UploadReply] = asyncio.Queue(REPLIES)
+        self._ended = False
         self._bulk = bulk
         self._receiving: Receiving | None = None
         self._state: tuple[pb.State, Assembly] | None = None
@@ -99,6 +111,9 @@ class Lane:
         finally:
             # What is half here may be finished on another lane. What is being decoded has arrived, and counts.
             self._put_down()
+            self._ended = True
+            while not self.replies.empty():  # whoever waits to put something there need not wait any more
+                self.replies.get_nowait()
 
     def _fetch_state(self, part: int) -> None:
         def deliver(header: pb.State, data: memoryview) -> None:
@@ -133,7 +148,14 @@ class Lane:
     async def _reply(self, header: pb.Upload | None, error: WireError) -> None:
         fragment, step = (header.fragment, header.step) if header is not None else (0, 0)
         reply = pb.UploadReply(fragment=fragment, step=step, reason=str(error), damaged=isinstance(error, Damaged))
-        await self.outbox.put(reply)
+        await self._say(reply)
+
+    async def _say(self, reply: pb.UploadReply) -> None:
+        if self._ended:
+            return
+        await self.replies.put(reply)
+        with contextlib.suppress(asyncio.QueueFull):  # then there is enough to wake the sender
+            self.outbox.put_nowait("reply")
 
     def _put_down(self) -> None:
         """Chunks that come now belong to nothing, until something is named."""
@@ -153,14 +175,22 @@ class Lane:
             await self._refuse(header, error)
             return
         if header.resume:
+            if receiving.complete:
+                await self._reply(header, Busy(f"fragment {header.fragment} has come and is being looked at"))
+                return
             missing = [number for run in receiving.assembly.missing for number in run]
-            await self.outbox.put(pb.UploadReply(fragment=header.fragment, step=header.step, missing=missing))
+            await self._say(pb.UploadReply(fragment=header.fragment, step=header.step, missing=missing))
             return
         receiving.lanes += 1
         self._receiving, self._following = receiving, header.first_chunk
 
     async def _add(self, chunk: bytes) -> None:
         receiving, state = self._receiving, self._state
+        if receiving is not None and receiving.given_up is not None:
+            self._put_down()
+            if receiving.given_up:
+                await self._refuse(receiving.header, WireError(receiving.given_up))
+            return
         assembly = receiving.assembly if receiving is not None else state[1] if state is not None else None
         if assembly is None or assembly.complete or (not chunk and assembly.size_bytes):
             return  # not wanted, or a header alone
@@ -179,7 +209,6 @@ class Lane:
         self._bulk.bytes_moved(self.name)
         if receiving.complete:
             self._put_down()
-            self._named = False
             task = asyncio.get_running_loop().create_task(self._take(receiving))
             self._taking.add(task)
             task.add_done_callback(self._taking.discard)
@@ -198,16 +227,19 @@ class Lane:
 
     async def _take(self, receiving: Receiving) -> None:
         header = receiving.header
+        error: WireError | None = None
         try:
             await self._bulk.take(self.name, self.session, header, receiving.assembly)
-        except Unhealthy as error:
-            await self._reply(header, error)
-        except WireError as error:
-            await self._refuse(header, error)
-        else:
-            await self.outbox.put(pb.UploadReply(fragment=header.fragment, step=header.step, accepted=True))
+        except WireError as found:
+            error = found
         finally:
             self._bulk.received(self.name, receiving)
+        if error is None:
+            await self._say(pb.UploadReply(fragment=header.fragment, step=header.step, accepted=True))
+        elif isinstance(error, Unhealthy):
+            await self._reply(header, error)
+        else:
+            await self._refuse(header, error)
 
 
 async def first_message(messages: AsyncIterator[Message]) -> Message | None:

@@ -51,6 +51,7 @@ LINGER_S = (0.5, 10.0)
 TOLD = ("fault", "healed", "restarted")
 """What may be put on the tape from outside."""
 MAX_TOLD = 4096
+MOST_PROBES = 16
 MAX_PROBE = 4 << 30
 """Bytes of one call, each way."""
 MAX_STEPS_AT_ONCE = 1_000_000
@@ -85,6 +86,7 @@ class Connection:
 
 class SyncerServer:
     def __init__(self, store: RunStore, *, clock: Clock | None = None) -> None:
+        self._probes = 0
         self.store = store
         self.layout = store.identity.layout
         self.sync = store.identity.sync
@@ -278,18 +280,24 @@ class SyncerServer:
         )
 
     async def probe(self, messages: AsyncIterator[pb.ProbeUp | None], context: Any) -> AsyncIterator[pb.ProbeDown]:
+        if self._probes >= MOST_PROBES:
+            return
+        self._probes += 1
         received = sent = 0
         noise = os.urandom(CHUNK_BYTES)
-        async for message in messages:
-            if message is None:
-                return
-            received += len(message.chunk)
-            for _ in range(message.wanted):
-                sent += len(noise)
-                if max(sent, received) > MAX_PROBE:
+        try:
+            async for message in messages:
+                received += len(message.chunk) if message is not None else MAX_PROBE
+                for _ in range(message.wanted if message is not None else 0):
+                    if max(sent, received) >= MAX_PROBE:
+                        return
+                    sent += len(noise)
+                    yield pb.ProbeDown(chunk=noise)
+                if received >= MAX_PROBE:
                     return
-                yield pb.ProbeDown(chunk=noise)
-            yield pb.ProbeDown(received_bytes=received)
+                yield pb.ProbeDown(received_bytes=received)
+        finally:
+            self._probes -= 1
 
     async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply:
         await self._check_run(request.run_id, context)

@@ -39,7 +39,8 @@ class Assembly:
 
     def __init__(self, size_bytes: int, expected_checksum: int) -> None:
         self.size_bytes = size_bytes
-        self._buffer = bytearray(size_bytes)
+        self._buffer = bytearray()
+        """Made when the first chunk comes: a header alone costs nothing."""
         self._checksum = expected_checksum
         self.chunks = count_chunks(size_bytes)
         self._missing = set(range(self.chunks))
@@ -51,6 +52,10 @@ class Assembly:
         size = min(CHUNK_BYTES, self.size_bytes - start)
         if len(data) != size:
             raise WireError(f"chunk {number} has {len(data)} bytes, not {size}")
+        if number not in self._missing:
+            return  # what has come is not written again: somebody may be reading it
+        if not self._buffer:
+            self._buffer = bytearray(self.size_bytes)
         self._buffer[start : start + size] = data
         self._missing.discard(number)
 

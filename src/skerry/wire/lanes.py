@@ -26,9 +26,10 @@ MOST_CHUNKS = 4
 """Of one run."""
 ASKED_AHEAD = 4
 """Runs that are asked for on one lane before the first of them has come: a long link is full of bytes on their way."""
-STUCK_S = (10.0, 60.0)
-"""A lane on which nothing moves for so long is dead: what many chunks take at the measured rate, within these limits."""
-STUCK_CHUNKS = 50
+STUCK_S = (10.0, 60.0, 600.0)
+"""A lane on which nothing moves for so long is dead: what many chunks take at the measured rate, between the first two of
+these; but never less than three chunks take, up to the last."""
+STUCK_CHUNKS = 20
 QUEUE_NEWEST = 0.1
 
 Key = tuple[int, int]
@@ -118,6 +119,9 @@ class Lane:
         self._carried: set[Key] = set()
         """Contributions that are on their way here, in part or whole, and were not answered."""
         self._moved_at = 0.0
+        self._write_began: float | None = None
+        self.broken = False
+        """Its last stream broke, and nothing has come on another."""
 
     # ------------------------------------------------------------ sending
 
@@ -130,14 +134,16 @@ class Lane:
         since = asyncio.get_running_loop().time()
         try:
             async with self._sending:
+                call = await self._open()
+                self._carried.add(key)
                 for number in range(run[0], run[0] + run[1]):
+                    message.chunk = chunk(data, number)
+                    await self._lanes.sent.allow(len(message.chunk), self._lanes.is_closed)
                     if answered():
                         return
-                    message.chunk = chunk(data, number)
-                    await self._lanes.sent.allow(len(message.chunk))
                     if number == run[0]:
                         self._lanes.queued(asyncio.get_running_loop().time() - since)
-                    await self._write(message, key)
+                    await self._write(call, message)
                     self._lanes.sent.moved(len(message.chunk), "contributions")
                     message = pb.BulkToSyncer()
         finally:
@@ -147,29 +153,35 @@ class Lane:
         message = pb.BulkToSyncer(upload=header)
         message.upload.resume = True
         async with self._sending:
-            await self._write(message, (header.fragment, header.step))
+            call = await self._open()
+            self._carried.add((header.fragment, header.step))
+            await self._write(call, message)
 
     async def send_state(self, header: pb.State, data: memoryview) -> None:
         message = pb.BulkToSyncer(state=header)
         async with self._sending:
+            call = await self._open()
             for number in range(count_chunks(len(data))):
                 message.chunk = chunk(data, number)
-                await self._lanes.sent.allow(len(message.chunk))
-                await self._write(message)
+                await self._lanes.sent.allow(len(message.chunk), self._lanes.is_closed)
+                await self._write(call, message)
                 self._lanes.sent.moved(len(message.chunk), "state")
                 message = pb.BulkToSyncer()
 
-    async def _write(self, message: pb.BulkToSyncer, key: Key | None = None, asked: _Asked | None = None) -> None:
-        """Requests may go between the chunks of a contribution."""
+    async def _write(self, call: Any, message: pb.BulkToSyncer, asked: _Asked | None = None) -> None:
+        """On that stream and no other. Requests may go between the chunks of a contribution."""
         async with self._writing:
-            call = await self._open()
-            self._moved()
-            if key is not None:
-                self._carried.add(key)
-            if asked is not None and asked.download is not None:
+            if self._call is not call:
+                raise WireError("the stream broke")
+            if asked is not None:
                 self._asked.append(asked)
-            with wire_errors():
-                await call.write(message)
+            self._moved()
+            self._write_began = self._moved_at
+            try:
+                with wire_errors():
+                    await call.write(message)
+            finally:
+                self._write_began = None
             self._moved()
 
     # ------------------------------------------------------------ receiving
@@ -180,11 +192,11 @@ class Lane:
         fetch = pb.Fetch()
         fetch.CopyFrom(download.wanted)
         fetch.first_chunk, fetch.chunks = run
-        if download.assembly is not None:
-            await self._lanes.received.allow(run[1] * CHUNK_BYTES)
-        asked.paid = download.assembly is not None
         try:
-            await self._write(pb.BulkToSyncer(fetch=fetch), asked=asked)
+            if download.assembly is not None:
+                await self._lanes.received.allow(run[1] * CHUNK_BYTES, self._lanes.is_closed)
+            asked.paid = download.assembly is not None
+            await self._write(await self._open(), pb.BulkToSyncer(fetch=fetch), asked)
         except BaseException:
             _forget(asked.done)
             raise
@@ -196,7 +208,7 @@ class Lane:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asked = self._state = _Asked(0, 0, done, part=part, limit_bytes=limit_bytes)
         try:
-            await self._write(pb.BulkToSyncer(fetch_state=pb.FetchState(part=part)))
+            await self._write(await self._open(), pb.BulkToSyncer(fetch_state=pb.FetchState(part=part)))
             await done
         finally:
             self._state = None
@@ -204,10 +216,16 @@ class Lane:
         assert asked.state is not None and asked.assembly is not None
         return asked.state, asked.assembly.finish()
 
-    def drop_if_stuck(self, limit_s: float) -> None:
-        """Something is under way and nothing has moved for so long: a stream can be dead without either end hearing of it."""
-        waited_for = self._asked or self._arriving or self._carried
-        if self._call is not None and waited_for and asyncio.get_running_loop().time() - self._moved_at > limit_s:
+    def drop_if_stuck(self, send_s: float, receive_s: float) -> None:
+        """Something is under way here and nothing has moved for so long: a stream can be dead without either end hearing of it.
+        To wait for an answer alone is no reason for long: others may be carrying the rest, or it is being decoded."""
+        if self._call is None:
+            return
+        now = asyncio.get_running_loop().time()
+        sending = self._write_began is not None and now - self._write_began > send_s
+        receiving = bool(self._asked or self._arriving) and now - self._moved_at > receive_s
+        forgotten = bool(self._carried) and now - self._moved_at > 2 * STUCK_S[1]
+        if sending or receiving or forgotten:
             self._call.cancel()
 
     def answered(self, key: Key) -> None:
@@ -228,12 +246,17 @@ class Lane:
             await asyncio.gather(self._reader, return_exceptions=True)
 
     async def _open(self) -> Any:
-        if self._call is None:
-            with wire_errors():
-                call = self._call = self._stub.bulk()
-                self._reader = asyncio.get_running_loop().create_task(self._read(call))
-                await call.write(pb.BulkToSyncer(hello=self._hello))
-        return self._call
+        async with self._writing:
+            if self._lanes.closed:
+                raise WireError("the connection was closed")
+            if self._call is None:
+                with wire_errors():
+                    call = self._call = self._stub.bulk()
+                    self._reader = asyncio.get_running_loop().create_task(self._read(call))
+                    await call.write(pb.BulkToSyncer(hello=self._hello))
+                if self._call is not call:
+                    raise WireError("the stream broke")
+            return self._call
 
     async def _read(self, call: Any) -> None:
         ended = WireError("the syncer ended the bulk stream")
@@ -245,6 +268,7 @@ class Lane:
         finally:
             call.cancel()
             self._call = None
+            self.broken = True
             waiting = [*self._asked, *([self._arriving] if self._arriving else []), *([self._state] if self._state else [])]
             carried = set(self._carried)
             self._asked.clear()
@@ -257,6 +281,7 @@ class Lane:
 
     def _received(self, message: pb.BulkToLearner) -> None:
         self._moved()
+        self.broken = False
         kind = message.WhichOneof("message")
         if kind == "reply":
             self._lanes.replied(message.reply)
@@ -266,11 +291,11 @@ class Lane:
         elif kind == "state":
             self._state_begins(message.state)
         asked = self._arriving
+        self._lanes.received.moved(len(message.chunk), "state" if asked is not None and asked.download is None else "versions")
+        if asked is None or not asked.paid:
+            self._lanes.received.charge(len(message.chunk))
         if asked is None:
             return  # the rest of something that was found to be wrong
-        self._lanes.received.moved(len(message.chunk), "versions" if asked.download is not None else "state")
-        if not asked.paid:
-            self._lanes.received.charge(len(message.chunk))
         assembly = asked.assembly
         assert assembly is not None
         if not message.chunk and assembly.size_bytes:
@@ -327,33 +352,49 @@ class Lanes:
         self.sent, self.received = sent, received
         self._lanes = [Lane(stub, pb.BulkHello(name=name, session=session), self) for stub in stubs]
         self._replies: dict[Key, asyncio.Future[pb.UploadReply]] = {}
+        self._asking: set[Key] = set()
+        """Contributions of which it is being asked what is missing."""
+        self.closed = False
         self.queue_s = 0.0
         """How long a run waited for its turn, of late."""
+
+    def is_closed(self) -> bool:
+        return self.closed
 
     def queued(self, seconds: float) -> None:
         self.queue_s += QUEUE_NEWEST * (seconds - self.queue_s)
 
     async def upload(self, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
         """Send one contribution and wait for what is said to it; or what is missing of one that was begun before."""
+        chunks = count_chunks(len(data))
         with self.sent.under_way():
-            runs: list[Run] = [(0, count_chunks(len(data)))]
+            runs: list[Run] = [(0, chunks)]
             if resume:
-                reply = await self._reply_to(header, lambda _: self._lanes[0].ask_missing(header))
+                reply = await self._ask_missing(header)
                 if not reply.missing:
                     return reply
-                runs = list(zip(reply.missing[::2], reply.missing[1::2], strict=False))
+                runs = _checked(list(reply.missing), chunks)
             return await self._reply_to(header, lambda answered: self._send(header, data, runs, answered))
+
+    async def _ask_missing(self, header: pb.Upload) -> pb.UploadReply:
+        key = (header.fragment, header.step)
+        self._asking.add(key)
+        try:
+            return await self._reply_to(header, lambda _: self._free_lanes(1)[0].ask_missing(header))
+        finally:
+            self._asking.discard(key)
 
     async def _reply_to(self, header: pb.Upload, send: Callable[[Callable[[], bool]], Any]) -> pb.UploadReply:
         key = (header.fragment, header.step)
+        if key in self._replies:
+            raise WireError(f"fragment {header.fragment} is being sent already")
         reply: asyncio.Future[pb.UploadReply] = asyncio.get_running_loop().create_future()
         self._replies[key] = reply
         try:
             await send(reply.done)
             return await reply
         finally:
-            if self._replies.get(key) is reply:
-                del self._replies[key]
+            del self._replies[key]
             for lane in self._lanes:
                 lane.answered(key)
             _forget(reply)
@@ -401,7 +442,7 @@ class Lanes:
 
     def _free_lanes(self, count: int) -> list[Lane]:
         """Those with the least to do, the first ones first: what is small needs no more than one connection."""
-        return sorted(self._lanes, key=lambda lane: lane.queued_bytes // CHUNK_BYTES)[:count]
+        return sorted(self._lanes, key=lambda lane: (lane.broken, lane.queued_bytes // CHUNK_BYTES))[:count]
 
     def _cut(self, runs: list[Run]) -> list[Run]:
         """Small enough that every lane gets some."""
@@ -409,13 +450,17 @@ class Lanes:
         return in_runs(runs, max(1, min(MOST_CHUNKS, total // (2 * len(self._lanes)))))
 
     async def fetch_state(self, part: int, limit_bytes: int) -> tuple[pb.State, memoryview]:
-        return await self._lanes[0].fetch_state(part, limit_bytes)
+        with self.received.under_way():
+            return await self._lanes[0].fetch_state(part, limit_bytes)
 
     async def send_state(self, header: pb.State, data: memoryview) -> None:
-        await self._lanes[0].send_state(header, data)
+        with self.sent.under_way():
+            await self._lanes[0].send_state(header, data)
 
     def replied(self, reply: pb.UploadReply) -> None:
         key = (reply.fragment, reply.step)
+        if reply.missing and key not in self._asking:
+            return  # the answer to a question that was given up
         waiting = self._replies.get(key)
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
@@ -431,10 +476,28 @@ class Lanes:
         return all(lane.idle for lane in self._lanes)
 
     def drop_if_stuck(self) -> None:
-        slowest = min((meter.bytes_per_s for meter in (self.sent, self.received) if meter.bytes_per_s), default=0.0)
-        chunk_s = CHUNK_BYTES / slowest if slowest else STUCK_S[1] / STUCK_CHUNKS
+        limits = [_longest_s(meter.bytes_per_s / len(self._lanes)) for meter in (self.sent, self.received)]
         for lane in self._lanes:
-            lane.drop_if_stuck(max(min(STUCK_CHUNKS * chunk_s, STUCK_S[1]), STUCK_S[0], 3 * chunk_s))
+            lane.drop_if_stuck(*limits)
 
     async def close(self) -> None:
+        self.closed = True
         await asyncio.gather(*(lane.close() for lane in self._lanes))
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(WireError("the connection was closed"))
+
+
+def _longest_s(bytes_per_s: float) -> float:
+    """How long nothing may move on one lane that usually moves so many bytes."""
+    if not bytes_per_s:
+        return STUCK_S[1]
+    chunk_s = CHUNK_BYTES / bytes_per_s
+    return min(max(STUCK_S[0], min(STUCK_CHUNKS * chunk_s, STUCK_S[1]), 3 * chunk_s), STUCK_S[2])
+
+
+def _checked(missing: list[int], chunks: int) -> list[Run]:
+    runs = list(zip(missing[::2], missing[1::2], strict=False))
+    if len(missing) % 2 or len(runs) > chunks or any(count < 1 or first + count > chunks for first, count in runs):
+        raise WireError(f"chunks that there are not are said to be missing of {chunks}")
+    return runs

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 HALF_LIFE_S = 10.0
 """Of what the measured rate is made of, in seconds in which something was under way."""
+LEAST_S = 0.05
+LOOK_S = 0.5
 BURST_S = 0.1
 """A cap holds over this time; within it bytes go as they come."""
 
@@ -19,8 +21,11 @@ class Meter:
         self._free_at = 0.0
         self._under_way = 0
         self._since = 0.0
+        self._turn = asyncio.Lock()
         self._bytes = 0.0
         self._busy_s = 0.0
+        self.bytes_per_s = 0.0
+        """Of late, while something was under way, as of the last byte; 0 if that is not known yet."""
         self.total_bytes = 0
         self.total_busy_s = 0.0
         self.by_kind: Counter[str] = Counter()
@@ -41,6 +46,8 @@ class Meter:
         self.total_bytes += count
         self.by_kind[kind] += count
         self._bytes += count
+        if self._busy_s > LEAST_S:
+            self.bytes_per_s = self._bytes / self._busy_s
 
     def _count_time(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -52,17 +59,15 @@ class Meter:
             self._bytes *= fade
         self._since = now
 
-    @property
-    def bytes_per_s(self) -> float:
-        """Of late, while something was under way; 0 if that is not known yet."""
-        return self._bytes / self._busy_s if self._busy_s > 0.05 else 0.0
-
-    async def allow(self, count: int) -> None:
-        """Wait until so many bytes more may go."""
-        self.charge(count)
-        wait_s = self._free_at - asyncio.get_running_loop().time()
-        if self._cap and wait_s > 0:
-            await asyncio.sleep(wait_s)
+    async def allow(self, count: int, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait until so many bytes more may go, behind those who came before. Who gives up has used nothing."""
+        if not self._cap:
+            return
+        async with self._turn:
+            while not given_up() and (wait_s := self._free_at - asyncio.get_running_loop().time()) > 0:
+                await asyncio.sleep(min(wait_s, LOOK_S))
+            if not given_up():
+                self.charge(count)
 
     def charge(self, count: int) -> None:
         """So many bytes went that nobody waited for."""

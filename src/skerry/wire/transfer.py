@@ -70,7 +70,9 @@ class ControlStream:
 
     def send(self, message: pb.ToSyncer) -> None:
         if self._outbox and message.HasField("report") and self._outbox[-1].HasField("report"):
-            self._outbox.pop()
+            passed_over = self._outbox.pop().report
+            if passed_over.HasField("link") and not message.report.HasField("link"):
+                message.report.link.CopyFrom(passed_over.link)
         self._outbox.append(message)
         self._filled.set()
 
