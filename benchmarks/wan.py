@@ -2,7 +2,7 @@
 
     python benchmarks/wan.py [--quick] [--out FILE] [--plot FILE]
 
-Two islands and a syncer, each in a network namespace of its own, with links of a given bandwidth and delay
+Islands (two by default) and a syncer, each in a network namespace of its own, with links of a given bandwidth and delay
 (benchmarks/wan/switch.py; needs root). All train the same model on the same data, one thread each. The islands have one half
 of the machine's cores, the syncer and the switch the other, as they would be on machines of their own. Utilisation is inner
 steps a second over those of islands that train beside each other without any network, before and after. Bytes are those
@@ -36,12 +36,11 @@ import skerry
 from skerry.config import Config, IslandsConfig, ModelConfig, SyncConfig, TrainConfig, to_json
 from skerry.train.job import build_job
 
-ISLANDS = 2
 CORES = sorted(os.sched_getaffinity(0))
 ISLAND_CORES, OTHER_CORES = CORES[: max(1, len(CORES) // 2)], CORES[len(CORES) // 2 :]
 DELAY_S = 0.02
 """Each way on each link, so that a round trip between two sites takes four of them."""
-DECOUPLED = SyncConfig(fragments=24, every=24, overlap=2, start_with=ISLANDS, send="bf16", publish="bf16", silence_s=60.0)
+DECOUPLED = SyncConfig(fragments=24, every=24, overlap=2, send="bf16", publish="bf16", silence_s=60.0)
 SPARSE = dataclasses.replace(DECOUPLED, every=96, send="topk1", publish="topk3", outer_momentum=0.0)
 ARMS: dict[str, SyncConfig | None] = {
     "dp": None,
@@ -65,13 +64,13 @@ class Measured:
 
 
 class Bench:
-    def __init__(self, switch: Switch, place: Path, size: str, batch: int) -> None:
+    def __init__(self, switch: Switch, place: Path, islands: int, size: str, batch: int) -> None:
         self._switch, self._place = switch, place
-        self._islands = [f"island{index}" for index in range(ISLANDS)]
+        self._islands = [f"island{index}" for index in range(islands)]
         config = Config(
             model=ModelConfig(size=size, context=128),
             train=TrainConfig(batch=batch, tokens=10**12),
-            islands=IslandsConfig(count=ISLANDS),
+            islands=IslandsConfig(count=islands),
         )
         self._config = config.resolved()
         (place / "job.json").write_text(to_json(self._config))
@@ -103,13 +102,13 @@ class Bench:
         sync = ARMS.get(arm)
         if sync is not None:
             way, address = "skerry", f"{self._switch.address('syncer')}:7070"
-            skerry.create(folder / "run", self._model, sync)
+            skerry.create(folder / "run", self._model, dataclasses.replace(sync, start_with=len(self._islands)))
             keys = ("--cert", str(self._place / "syncer.pem"), "--key", str(self._place / "syncer.key"))
             start("syncer", "-m", "skerry", "syncer", str(folder / "run"), "--address", address, *keys)
         logs = []
         for index, host in enumerate(self._islands):
             logs.append(folder / f"{host}.steps")
-            words = (way, str(index), str(ISLANDS), address, str(logs[-1]), str(self._place / "job.json"))
+            words = (way, str(index), str(len(self._islands)), address, str(logs[-1]), str(self._place / "job.json"))
             start(host, str(Path(__file__).parent / "wan" / "loop.py"), *words, SKERRY_TLS_CA=str(self._place / "ca.pem"))
         try:
             deadline = time.monotonic() + 240
@@ -172,6 +171,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--mbit", type=float, nargs="*", help="bandwidths to go through")
     parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--islands", type=int, default=2)
+    parser.add_argument("--arms", nargs="*", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--size", default="1m")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--out", type=Path)
@@ -179,12 +180,13 @@ def main() -> None:
     options = parser.parse_args()
     bandwidths = options.mbit or ([10.0] if options.quick else [2.0, 5.0, 15.0, 50.0, 200.0, 1000.0])
     seconds = 12.0 if options.quick else options.seconds
-    arms = ["dp", "decoupled bf16", "decoupled int4"] if options.quick else list(ARMS)
+    arms = options.arms or (["dp", "decoupled bf16", "decoupled int4"] if options.quick else list(ARMS))
+    hosts = [f"island{number}" for number in range(options.islands)]
     torch.set_num_threads(1)
     os.sched_setaffinity(0, OTHER_CORES)
     found: list[Measured] = []
-    with tempfile.TemporaryDirectory() as place, switched([*(f"island{i}" for i in range(ISLANDS)), "syncer"]) as switch:
-        bench = Bench(switch, Path(place), options.size, options.batch)
+    with tempfile.TemporaryDirectory() as place, switched([*hosts, "syncer"]) as switch:
+        bench = Bench(switch, Path(place), options.islands, options.size, options.batch)
 
         def alone() -> float:
             with bench.running("alone") as logs:
@@ -207,7 +209,7 @@ def main() -> None:
             free[arm] = statistics.mean(baseline[-2:])
     print(f"alone {min(baseline):.2f} to {max(baseline):.2f} steps/s")
     if options.out:
-        facts = {"parameters": bench.parameters, "alone_steps_per_s": baseline, "delay_s": DELAY_S, "islands": ISLANDS}
+        facts = {"parameters": bench.parameters, "alone_steps_per_s": baseline, "delay_s": DELAY_S, "islands": options.islands}
         options.out.write_text(json.dumps({**facts, "found": [dataclasses.asdict(m) for m in found]}, indent=1) + "\n")
     if options.plot:
         draw(found, free, options.plot)

@@ -22,6 +22,8 @@ class Blocks:
     unit = BLOCK
     name: str
     bits: int
+    whole_numbers = False
+    """Elements are even levels, for which there is a kernel that encodes them in one pass."""
     largest: float
     """What the largest element of a block is scaled to."""
 
@@ -29,6 +31,12 @@ class Blocks:
         return _blocks(numel) * (2 + BLOCK * self.bits // 8)
 
     def encode(self, vector: Tensor) -> Tensor:
+        if vector.is_cuda and self.whole_numbers and vector.numel():
+            from skerry.core import fused  # which needs a library that takes its time
+
+            data = fused.encode(vector, BLOCK, self.bits, self.largest)
+            if data is not None:
+                return data
         parts = [self._encode(part) for part in torch.split(vector, SLICE)]
         return torch.cat([*(scales for scales, _ in parts), *(elements for _, elements in parts)])
 
@@ -60,7 +68,7 @@ class Blocks:
 
 
 class Int8(Blocks):
-    name, bits, largest = "int8", 8, 127.0
+    name, bits, largest, whole_numbers = "int8", 8, 127.0, True
 
     def _pack(self, scaled: Tensor) -> Tensor:
         return scaled.round_().to(torch.int8)
@@ -84,7 +92,7 @@ class Fp8(Blocks):
 class Int4(Blocks):
     """-7 to 7, as 1 to 15. A byte holds one element of the block's first half, low, and one of its second half, high."""
 
-    name, bits, largest = "int4", 4, 7.0
+    name, bits, largest, whole_numbers = "int4", 4, 7.0, True
 
     def _pack(self, scaled: Tensor) -> Tensor:
         return _nibbles(scaled.round_().add_(8.0).to(torch.uint8))

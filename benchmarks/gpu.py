@@ -1,0 +1,124 @@
+"""What Skerry costs a GPU: steps with a learner attached over steps without, in turns; how fast codecs encode there; and that
+they give the same bytes as on the CPU.
+
+    python benchmarks/gpu.py [--quick] [--sizes 135m 1b] [--codecs bf16 int4]
+
+The syncer runs on this machine's CPU. Training is real: a byte-level GPT with AdamW, bf16, compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import skerry
+from skerry.config import Config, ModelConfig, SyncConfig, TrainConfig
+from skerry.core.codec import _CODECS, codec
+from skerry.train.job import build_job
+
+SHAPES = {
+    "25m": ModelConfig(size="1m", layers=8, width=512, heads=8, context=512),
+    "135m": ModelConfig(size="1m", layers=12, width=960, heads=15, context=1024),
+    "1b": ModelConfig(size="1m", layers=20, width=2048, heads=16, context=1024),
+}
+
+
+def seconds_of(work, times: int = 20) -> float:
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / times
+
+
+def codecs_on_the_device(numel: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    small = torch.randn(1_000_003, generator=generator) * 10 ** torch.randn(1_000_003, generator=generator)
+    same = {name: torch.equal(one.encode(small), one.encode(small.cuda()).cpu()) for name, one in _CODECS.items()}
+    bar = {"bar": "codecs that give the same bytes on CPU and GPU", "value": sum(same.values()), "target": len(same)}
+    print(json.dumps({**bar, "ok": all(same.values()), "each": same}))
+    vector, target = torch.randn(numel, device="cuda"), torch.empty(numel, device="cuda")
+    copy = 4 * numel / seconds_of(lambda: target.copy_(vector))
+    print(f"copy on the device {copy / 1e9:.0f} GB/s")
+    rates = {}
+    for name in _CODECS:
+        rates[name] = 4 * numel / seconds_of(lambda name=name: codec(name).encode(vector), 5)
+        print(f"encode {name:6s} {rates[name] / 1e9:8.1f} GB/s of fp32", flush=True)
+    share = rates["int4"] / copy
+    print(json.dumps({"bar": "encode int4 over copy bandwidth", "value": round(share, 3), "target": 0.5, "ok": share >= 0.5}))
+
+
+def attached(size: str, send: str, turns: int, seconds: float, batch: int) -> None:
+    config = Config(
+        model=SHAPES[size], train=TrainConfig(batch=batch, tokens=10**12, precision="bf16", compile=True, lr=1e-4)
+    ).resolved()
+    job = build_job(config)
+    parameters = sum(p.numel() for p in job.model.parameters())
+    job.set_lr(1.0)
+    step = [0]
+
+    def steps(for_s: float) -> float:
+        """Seconds a step."""
+        torch.cuda.synchronize()
+        started, before = time.perf_counter(), step[0]
+        while time.perf_counter() - started < for_s:
+            job.backward(*job.batch(step[0], 0))
+            job.apply()
+            step[0] += 1
+            if step[0] % 8 == 0:
+                torch.cuda.synchronize()  # a loop that looks at its loss now and then
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / (step[0] - before)
+
+    steps(3 * seconds)
+    ratios = []
+    with tempfile.TemporaryDirectory() as place:
+        sync = SyncConfig(fragments=24, every=24, overlap=2, send=send, publish=send)
+        folder = skerry.create(Path(place) / "run", job.model, sync)
+        with skerry.serve(folder) as address:
+            for turn in range(turns):
+                before = steps(seconds)
+                learner = skerry.join(address, job.model, job.optimizers, name="island", tokens_per_step=job.step_tokens)
+                steps(seconds / 2)
+                during = steps(seconds)
+                learner.leave()
+                after = steps(seconds)
+                ratios.append(during / ((before + after) / 2))
+                print(f"{size} {send} turn {turn + 1}: {1e3 * before:.2f} ms a step without, {ratios[-1]:.4f} with", flush=True)
+        merges = sum('"merge"' in line for line in (folder / "metrics.jsonl").read_text().splitlines())
+    mean = statistics.mean(ratios)
+    error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+    bar = {"bar": f"step time with Skerry over without, {size}, {send}", "value": round(mean, 4), "target": 1.01}
+    print(
+        json.dumps({**bar, "ok": mean <= 1.01, "standard_error": round(error, 4), "parameters": parameters, "merges": merges})
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--sizes", nargs="*", default=["135m", "1b"])
+    parser.add_argument("--codecs", nargs="*", default=["bf16", "int4"])
+    parser.add_argument("--batch", type=int, default=16)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a GPU")
+    torch.set_float32_matmul_precision("high")
+    codecs_on_the_device(1 << 24 if options.quick else 1 << 26)
+    for size in options.sizes:
+        for send in options.codecs:
+            attached(size, send, 2 if options.quick else 4, 3.0 if options.quick else 8.0, options.batch)
+
+
+if __name__ == "__main__":
+    main()
