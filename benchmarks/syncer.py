@@ -195,6 +195,7 @@ def plain_stream(seconds: float) -> float:
 
     rate = asyncio.run(drive())
     process.kill()
+    process.join()
     return rate
 
 

@@ -30,8 +30,9 @@ CONNECT_S = 10.0
 ROUND_TRIPS = 20
 CLOCK_S = 5.0
 """A difference that nobody needs to look at: nothing in a run depends on clocks, but its records are compared."""
+PIECE_BYTES = CHUNK_BYTES // 4
 AHEAD = 16
-"""Chunks asked for before the first has come."""
+"""Pieces that are under way on a connection: a long link is full of them."""
 SOON_DAYS = 14
 
 
@@ -177,10 +178,12 @@ async def _rate(probe: Probe, stubs: list[SyncerStub], seconds: float) -> float:
 
 
 async def _upwards(call: Any, until: float, seen: list[tuple[float, int]]) -> None:
-    noise = os.urandom(CHUNK_BYTES // 4)
+    noise = os.urandom(PIECE_BYTES)
+    under_way = asyncio.Semaphore(AHEAD)
 
     async def write() -> None:
         while time.monotonic() < until:
+            await under_way.acquire()
             await call.write(pb.ProbeUp(chunk=noise))
         await call.done_writing()
 
@@ -190,12 +193,13 @@ async def _upwards(call: Any, until: float, seen: list[tuple[float, int]]) -> No
         while (message := await read(call)) is not grpc.aio.EOF:
             seen.append((time.monotonic(), message.received_bytes - before))
             before = message.received_bytes
+            under_way.release()
     finally:
         await writing
 
 
 async def _downwards(call: Any, until: float, seen: list[tuple[float, int]]) -> None:
-    for _ in range(AHEAD):
+    for _ in range(AHEAD * PIECE_BYTES // CHUNK_BYTES):
         await call.write(pb.ProbeUp(wanted=1))
     ended = False
     while (message := await read(call)) is not grpc.aio.EOF:

@@ -9,6 +9,7 @@ link, the exchange must be short beside a cycle, and the rest is a choice of wha
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -91,6 +92,7 @@ class Choice:
         return f"costs the model more: about {self.cost:.1f}% of the loss"
 
 
+@functools.cache
 def bits(name: str) -> float:
     many = 1 << 20
     return 8 * codec(name).size_bytes(many) / many

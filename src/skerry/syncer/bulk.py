@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from skerry.config import SyncConfig
@@ -267,5 +268,6 @@ class Bulk:
         delta = self._received[fragment].decode(byte_tensor(data), numel)
         if numel == 0:
             return delta, 0.0
+        low, high = torch.aminmax(delta)
         # NaN compares false, so it is caught too.
-        return delta, float(delta.norm()) if float(delta.abs().max()) <= MAX_PROGRESS else math.inf
+        return delta, float(delta.norm()) if max(-float(low), float(high)) <= MAX_PROGRESS else math.inf
