@@ -1077,3 +1077,25 @@ def test_a_run_without_a_budget_can_be_closed_from_outside(folder: Path, start_s
     assert syncer.wait(), "the run has ended"
     assert read_standing(folder).phase == "ended"
     assert min(versions(folder)) >= 1, "what the island had was merged once more"
+
+
+def test_an_island_that_leaves_has_told_of_its_last_step(folder: Path, start_syncer) -> None:
+    """Also when it has nothing to hand over, so that its goodbye comes at once."""
+    skerry.create(folder, small_model(), SyncConfig(fragments=2, every=1000))
+    syncer = start_syncer(folder)
+    model = small_model()
+    optimizer = sgd(model)
+    learner = join(syncer.address, model, optimizer, "a", tokens_per_step=4)
+    train_until(lambda: learner.step >= 3, model, optimizer, 0)
+    sent: list[str] = []
+    send = learner._link.send
+
+    def watch(message: object) -> None:
+        sent.append(message.WhichOneof("message"))  # type: ignore[attr-defined]
+        send(message)
+
+    learner._link.send = watch  # type: ignore[method-assign]
+    learner.leave(timeout_s=30)
+    assert sent[: sent.index("leaving")].count("report") >= 1
+    syncer.stop()
+    assert read_standing(folder).tokens == 4 * learner._exchange.totals.steps

@@ -416,6 +416,7 @@ class Link:
 
     def _say_leaving(self) -> None:
         if self.connected:
+            self._report()  # first: if there is nothing to hand over, the goodbye may come before another is due
             self.send(pb.ToSyncer(leaving=pb.Leaving()))
 
     def pump(self) -> None:
