@@ -37,7 +37,7 @@ from skerry.syncer.bulk import Bulk
 from skerry.syncer.store import RunStore
 from skerry.wire import chunks
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.lanes import Download
+from skerry.wire.lane import Download
 
 LR = 1e-2
 START_UP_S = 0.4

@@ -1,8 +1,7 @@
 """A model's tensors seen as fragments: snapshots out, merged versions in. Knows nothing of the network or of rounds.
 
 Snapshots may be taken by another thread while forward and backward passes run; only the optimizer's step and adoption
-write parameters, and both hold the gate. On a GPU the gate orders work between streams, and nobody waits on the host unless
-`carry` has to move a snapshot that is still open.
+write parameters, and both hold the gate. On a GPU the gate orders work between streams, and no thread waits on the host.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError
 
 QUICK_NUMEL = 1 << 19
+"""The largest fragment that the event loop copies and casts by itself. Every other codec takes about eight times as long."""
 OPEN_ANSWERS = 2
 """Of one fragment: its rounds follow each other, so only answers to the same question can both be open."""
 GATE_S = 0.2

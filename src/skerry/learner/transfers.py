@@ -18,7 +18,8 @@ from skerry.core.fragment_codec import fragment_codec
 from skerry.errors import WireError
 from skerry.learner.replica import Prepared, Snapshot
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.lanes import Download, Lanes, NotAsWanted
+from skerry.wire.lane import Download, NotAsWanted
+from skerry.wire.lanes import Lanes
 
 if TYPE_CHECKING:
     from skerry.learner.link import Link
@@ -27,7 +28,7 @@ log = logging.getLogger("skerry.learner")
 
 RETRY_TRANSFER_S = 0.5
 MAX_DIFFERENCES = 64
-"""A version that came out so long ago is sent whole."""
+"""More than any syncer keeps: a learner does not set memory aside for whatever is declared."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +184,8 @@ class Transfers:
 
     async def fetch(self, version: Version) -> None:
         link, exchange, replica = self._link, self._link.exchange, self._link.replica
-        assert exchange is not None and replica is not None
         fragment, lanes = version.fragment, link.lanes
+        assert exchange is not None and replica is not None and lanes is not None
         with link.changed:
             have, values_had = self._newest_here(fragment)
         wanted = pb.Fetch(fragment=fragment, version=version.version, have=have)
@@ -192,7 +193,7 @@ class Transfers:
         if download is None or download.wanted != wanted:
             download = self._downloads[fragment] = Download(wanted, lambda header: self._check_size(wanted, header))
         try:
-            await self._download(download)
+            await lanes.fetch(download)
         except WireError as error:
             log.debug("%s: fragment %d was not fetched: %s", link.name, fragment, error)
             if isinstance(error, NotAsWanted):
@@ -226,7 +227,7 @@ class Transfers:
         if self._downloads.get(fragment) is download:
             del self._downloads[fragment]
 
-    def _fetch_again(self, version: Version, lanes: Lanes | None) -> None:
+    def _fetch_again(self, version: Version, lanes: Lanes) -> None:
         link, exchange = self._link, self._link.exchange
         assert exchange is not None
 
@@ -238,12 +239,12 @@ class Transfers:
 
     async def fetch_fixed(self, part: int) -> None:
         """Tensors nobody trains."""
-        link, replica = self._link, self._link.replica
-        assert replica is not None
+        link, replica, lanes = self._link, self._link.replica, self._link.lanes
+        assert replica is not None and lanes is not None
         try:
             wanted = pb.Fetch(fragment=part, version=0)
             download = Download(wanted, lambda header: self._check_size(wanted, header))
-            await self._download(download)
+            await lanes.fetch(download)
             _, data = download.finish()
         except WireError as error:
             log.debug("%s: the fixed part was not fetched: %s", link.name, error)
@@ -284,11 +285,6 @@ class Transfers:
         if header.codec != name:
             raise WireError(f"fragment {header.fragment} should be in {name}, {header.codec!r} declared")
         return fragment_codec(name, layout, fragment), fragment.numel
-
-    async def _download(self, download: Download) -> None:
-        lanes = self._link.lanes
-        assert lanes is not None
-        await lanes.fetch(download)
 
     def _check_size(self, wanted: pb.Fetch, header: pb.Fetched) -> None:
         assert self._link.replica is not None

@@ -125,9 +125,8 @@ def choices(parameters: float, islands: Sequence[Island]) -> list[Choice]:
     return sorted(found, key=lambda choice: (not choice.fits, choice.cost if choice.fits else choice.strain, choice.every))
 
 
-def quorum(islands: Sequence[Island]) -> int:
-    """One, with a grace window for the others. Were it all of them, the slowest would set the pace of merging."""
-    return 1
+QUORUM = 1
+"""With a grace window for the others. Were it all of them, the slowest would set the pace of merging."""
 
 
 def data_parallel_utilisation(parameters: float, islands: Sequence[Island]) -> float:

@@ -91,7 +91,7 @@ def plan_lines(parameters: float, islands: Sequence[Island], alternatives: int =
     lines += [
         f"use              {_settings(best)}",
         f"                 --sync.every {best.every} --sync.fragments {best.fragments} --sync.overlap {best.overlap} "
-        f"--sync.quorum {planning.quorum(islands)} --sync.send {best.send} --sync.publish {best.publish}",
+        f"--sync.quorum {planning.QUORUM} --sync.send {best.send} --sync.publish {best.publish}",
         f"utilisation      no step waits for a link; {100 * best.kept:.1f}% of the work is in the model at least{gap}",
         f"links            {best.mbit:,.1f} Mbit/s for {best.worst}, {100 * best.load:.0f}% of what it has; "
         f"{best.gbit:,.3g} Gbit/s at the syncer, each way",

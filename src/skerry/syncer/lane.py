@@ -45,8 +45,6 @@ class Receiving:
     def __init__(self, session: str, header: pb.Upload) -> None:
         self.session, self.header = session, header
         self.assembly = Assembly(header.size_bytes, header.checksum)
-        self.lanes = 0
-        """On which it comes just now."""
         self.given_up: str | None = None
         """Why the rest of it is not wanted any more."""
 
@@ -159,8 +157,6 @@ class Lane:
 
     def _put_down(self) -> None:
         """Chunks that come now belong to nothing, until something is named."""
-        if self._receiving is not None:
-            self._receiving.lanes -= 1
         if self._state is not None:
             self._bulk.relay.failed(self._state[0], "the peer's stream broke")
         self._receiving = self._state = None
@@ -181,7 +177,6 @@ class Lane:
             missing = [number for run in receiving.assembly.missing for number in run]
             await self._say(pb.UploadReply(fragment=header.fragment, step=header.step, missing=missing))
             return
-        receiving.lanes += 1
         self._receiving, self._following = receiving, header.first_chunk
 
     async def _add(self, chunk: bytes) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 HALF_LIFE_S = 10.0
 """Of what the measured rate is made of, in seconds in which something was under way."""
 LEAST_S = 0.05
+"""A rate measured over less time than this says nothing."""
 LOOK_S = 0.5
+"""How often one who waits for its turn looks whether it is still wanted."""
 BURST_S = 0.1
 """A cap holds over this time; within it bytes go as they come."""
 
@@ -27,7 +29,6 @@ class Meter:
         self.bytes_per_s = 0.0
         """Of late, while something was under way, as of the last byte; 0 if that is not known yet."""
         self.total_bytes = 0
-        self.total_busy_s = 0.0
         self.by_kind: Counter[str] = Counter()
 
     @contextlib.contextmanager
@@ -53,7 +54,6 @@ class Meter:
         now = asyncio.get_running_loop().time()
         if self._under_way:
             passed = now - self._since
-            self.total_busy_s += passed
             fade = 0.5 ** (passed / HALF_LIFE_S)
             self._busy_s = self._busy_s * fade + passed
             self._bytes *= fade
