@@ -46,6 +46,7 @@ from skerry.core.messages import (
     WakeAt,
     Welcome,
 )
+from skerry.core.quorum import REST
 from skerry.core.rollback import MAX_ROLLBACKS
 from skerry.core.standing import Counted, FragmentProgress, Standing
 from skerry.core.syncer import LAST_CHANCE, RETRY_STORE_S, RETURN_S, SyncerCore
@@ -579,13 +580,35 @@ def test_when_an_exchange_takes_longer_than_it_may_a_merge_waits_as_long_again()
     assert len(of(Merge, run.give("b"))) == 1
 
 
-def test_but_no_longer_than_half_the_time_between_two_merges() -> None:
+def test_a_fragment_rests_when_exchanges_take_longer_than_they_may() -> None:
+    """Else islands would spend all their time on work that is overwritten."""
     run = running("a", "b", quorum=1, overlap=1, grace=0.5)
     for name in "ab":
-        run.report(name, 3, step_time_s=1.0)
-    run.report("a", 4)
-    run.now = 9.0
-    assert of(WakeAt, run.give("a")) == [WakeAt(9.0 + 0.5 * 4 / 2 * 1.0)]
+        run.report(name, 3, step_time_s=0.1)
+    run.report("a", 4), run.report("b", 4)
+    run.now = 0.5
+    run.give("a"), run.give("b")
+    run.now = 0.75
+    run.store()
+    rested = 0.75 + REST * (0.5 + 0.25)
+    run.now = 4.0
+    for step in (8, 12):
+        assert not of(Ask, run.report("a", step)) and not of(Ask, run.report("b", step)), "it is due, and rests"
+    assert run.core.fragments[0].rests_until == rested
+    assert of(WakeAt, run.send(Tick())) == [WakeAt(rested)]
+    run.now = rested
+    assert {ask.name for ask in of(Ask, run.send(Tick()))} == {"a", "b"}, "then it has its turn without another report"
+
+
+@pytest.mark.parametrize(("taken_s", "lock_step"), [(2.0, False), (9.0, True)])
+def test_no_fragment_rests_while_exchanges_take_no_longer_than_they_may_nor_in_lock_step(taken_s, lock_step) -> None:
+    run = running("a", "b", quorum=0, overlap=3, wait=lock_step)
+    for name in "ab":
+        run.report(name, 4, step_time_s=1.0)
+    run.now = taken_s
+    run.give("a"), run.give("b"), run.store()
+    run.report("a", 8)
+    assert of(Ask, run.report("b", 8))
 
 
 def test_the_time_to_merge_and_store_is_taken_off_the_next_grace_window() -> None:
@@ -836,8 +859,9 @@ def test_a_jump_of_the_clock_loses_learners_but_not_the_run() -> None:
     assert [share.name for share in merge.shares] == ["a"]
     run.store()
     run.join("a", step=6, tokens=60, held=(0,)), run.join("b", step=6, tokens=60, held=(0,))
-    run.report("a", 8)
-    assert asked(run.report("b", 8)) == {("a", 0, 8), ("b", 0, 8)}
+    run.wait(SILENCE_S / 2)
+    run.report("a", 8), run.report("b", 8)
+    assert asked(run.wait(SILENCE_S / 2)) == {("a", 0, 8), ("b", 0, 8)}, "it rests no longer than silence is tolerated"
 
 
 def test_lock_step_waits_for_one_that_is_away_until_it_counts_as_silent_and_not_longer() -> None:

@@ -15,6 +15,7 @@ from skerry.config import SyncConfig
 
 
 def settings(chance: random.Random) -> SyncConfig:
+    silence_s = chance.choice([2.0, 5.0])
     return SyncConfig(
         fragments=chance.randint(1, 4),
         every=chance.choice([4, 6, 9]),
@@ -27,11 +28,11 @@ def settings(chance: random.Random) -> SyncConfig:
         outer_lr=chance.choice([0.7, 1.0]),
         outer_momentum=0.0,
         start_with=chance.randint(1, 2),
-        silence_s=chance.choice([2.0, 5.0]),
+        silence_s=silence_s,
         budget_tokens=chance.choice([600, 1500]),
         outlier=0.0,
         ahead_s=chance.choice([1.0, 20.0]),
-        lease_s=chance.choice([5.0, 5.0, 60.0]),
+        lease_s=chance.choice([silence_s, silence_s, 60.0]),
     )
 
 

@@ -19,14 +19,18 @@ class MovingAverage:
         return default if self.value is None else self.value
 
 
+REST = 8.0
+"""Times what an exchange takes: with overwriting, what islands do while one is under way is lost, so this keeps that rare."""
+
+
 @dataclass
 class GraceWindow:
-    """grace = γ · max(τ · step_time − taken, min(taken, H/2 · step_time)), with taken = quorum_time + sync_time.
+    """grace = γ · max(τ · step_time − taken, taken), with taken = quorum_time + sync_time.
 
     An exchange may take τ inner steps. What is left of that time after gathering the quorum and after merging, storing
     and announcing is free to be spent on waiting for slower learners. Where steps are so short that nothing is left, a merge
     waits as long as the exchange takes by itself: it is late in any case, and to be twice as late costs less than to
-    merge the first answer alone and lose what the others were about to give.
+    merge the first answer alone and lose what the others were about to give. Fragments then come up less often: see `rest`.
     """
 
     share: float
@@ -34,7 +38,14 @@ class GraceWindow:
     quorum_time: MovingAverage = field(default_factory=MovingAverage)
     sync_time: MovingAverage = field(default_factory=MovingAverage)
 
-    def seconds(self, step_time_s: float, every: int) -> float:
-        taken = self.quorum_time.get() + self.sync_time.get()
-        spare = self.overlap * step_time_s - taken
-        return self.share * max(spare, min(taken, every / 2 * step_time_s))
+    @property
+    def taken(self) -> float:
+        """What an exchange takes by itself."""
+        return self.quorum_time.get() + self.sync_time.get()
+
+    def seconds(self, step_time_s: float) -> float:
+        return self.share * max(self.overlap * step_time_s - self.taken, self.taken)
+
+    def rest(self, step_time_s: float) -> float:
+        """How long a merged fragment is left alone, though it may be due again, if exchanges take longer than they may."""
+        return REST * self.taken if self.taken > self.overlap * step_time_s else 0.0

@@ -106,6 +106,8 @@ class FragmentProgress:
     """How often it may still be tried to put it back to the good copy; 0 if it is not to be."""
     floor: int = 0
     """Progress counted from an older version than this is not wanted: the model was put back."""
+    rests_until: float = 0.0
+    """No round is opened before, but for those who leave and at the end of a run."""
     last_round: int = 0
     """The highest number a round of this fragment had, whether or not it was merged."""
     declined: set[str] = field(default_factory=set)

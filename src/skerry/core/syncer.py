@@ -472,7 +472,9 @@ class SyncerCore:
         fragment.round = None
         self.merges += 1
         self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
-        self.grace.sync_time.add(now - gathering.merging_since)
+        self.grace.sync_time.add(min(now - gathering.merging_since, self.sync.silence_s))
+        if not self.sync.wait:
+            fragment.rests_until = now + min(self.grace.rest(self._step_time()), self.sync.silence_s)
         total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
             learner = self.learners[name]
@@ -592,7 +594,7 @@ class SyncerCore:
             }
             if fragment.round is not None:
                 self._ask_again(index, fragment.round, due, owing, actions)
-            elif due > fragment.merged_step or owing:
+            elif (due > fragment.merged_step and now >= fragment.rests_until) or owing:
                 trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
                 # A turn that was cancelled is tried again, but not with those who have answered it.
                 again = due == fragment.last_round and bool(fragment.declined & (trains | owing))
@@ -681,9 +683,8 @@ class SyncerCore:
             quorum = min(self.sync.quorum or len(gathering.asked), len(gathering.asked))
             if gathering.quorum_at is None and len(gathering.arrived) >= quorum:
                 gathering.quorum_at = now
-                self.grace.quorum_time.add(now - gathering.opened_at)
-                every = self.schedule.stage(gathering.step).every
-                gathering.deadline = now + self.grace.seconds(self._step_time(), every)
+                self.grace.quorum_time.add(min(now - gathering.opened_at, self.sync.silence_s))
+                gathering.deadline = now + self.grace.seconds(self._step_time())
             if not missing or (now >= self._deadline(gathering)):
                 self._order_merge(index, fragment, gathering, now, actions)
 
@@ -775,5 +776,6 @@ class SyncerCore:
         times += [self._expected_until] if self._waits_for_returns(now) else []
         times += [f.round.not_before for f in self.fragments if f.restoring and f.round and f.round.merging_since is None]
         times += [learner.heard_at + self.sync.silence_s for learner in self._live()]
+        times += [f.rests_until for f in self.fragments if f.round is None and now < f.rests_until]
         times = [time for time in times if time < math.inf]
         return max(min(times), now) if times else None
