@@ -133,8 +133,8 @@ def run_syncer(learners: int, fragments: int, numel: int, seconds: float) -> dic
         fragments=fragments,
         every=fragments,
         overlap=2,
-        quorum=learners,
-        grace=0.0,
+        quorum=0,
+        wait=True,  # else fragments would rest, because these learners' steps take no time
         start_with=learners,
         outlier=0.0,
         staleness=8,

@@ -227,6 +227,9 @@ def _part(name: str) -> None:
 
 def _syncer(options: argparse.Namespace) -> None:
     _part("syncer")
+    from skerry.syncer.memory import keep_freed_memory
+
+    keep_freed_memory()
     import asyncio
     import signal
 

@@ -7,15 +7,16 @@ import os
 from pathlib import Path
 
 
-def write_durably(path: Path, data: bytes) -> None:
+def write_durably(path: Path, *parts: bytes | memoryview) -> None:
     """The file is there with these bytes or as it was before, and stays so when the power fails. Raises OSError."""
     beside = path.with_name(f".{path.name}.partial")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            rest = memoryview(data)
-            while len(rest):
-                rest = rest[os.write(descriptor, rest) :]
+            for part in parts:
+                rest = memoryview(part)
+                while len(rest):
+                    rest = rest[os.write(descriptor, rest) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

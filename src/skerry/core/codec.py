@@ -7,10 +7,10 @@ operations that IEEE 754 rounds in one way only, and of sums that do not depend 
 from __future__ import annotations
 
 import sys
-import zlib
 from typing import Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 from skerry.core.block_codecs import E3M0, Fp8, Int4, Int8
@@ -49,8 +49,8 @@ class Codec(Protocol):
         ...
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
-        """The vector again, in fp32, on the device of the bytes. It may share their memory. What was not finite when it was
-        encoded is not finite now, though its neighbours may not be either."""
+        """The vector again, on the device of the bytes, in fp32 or a type whose values fp32 holds. It may share the memory of
+        the bytes. What was not finite when it was encoded is not finite now, though its neighbours may not be either."""
         ...
 
 
@@ -72,7 +72,7 @@ class Cast:
         return vector.to(self._dtype).contiguous().view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
-        return data.view(self._dtype).float()
+        return data.view(self._dtype)
 
 
 FP32 = Cast("fp32", torch.float32)
@@ -103,4 +103,5 @@ def byte_tensor(data: memoryview) -> Tensor:
 
 
 def checksum(data: memoryview | bytes | bytearray, before: int = 0) -> int:
-    return zlib.crc32(data, before)
+    """32 bits of XXH3: everything that is sent or stored passes through here, so it has to be as fast as memory."""
+    return xxhash.xxh3_64_intdigest(data, before) & 0xFFFFFFFF

@@ -1,5 +1,8 @@
 """The numerics of one merge: contributions in, the next version of a fragment out. All in fp32, on flat vectors.
 
+Vectors are worked through in blocks that stay in the processor's cache: memory is read and written once for each of the two
+passes that a merge takes. Contributions may come in any type that holds their values; no copy of a whole one is made.
+
 A contribution is progress: the version the learner had adopted minus what it has now. With every learner on the current
 version that is the paper's Θ − θ; a learner one version behind then adds what it learned instead of pulling the global
 model back to the version it started from.
@@ -7,7 +10,8 @@ model back to the version it started from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,13 +57,54 @@ def weight(tokens: int, steps: int) -> float:
     return tokens * tokens / steps if steps > 0 else 0.0
 
 
+BLOCK = 1 << 15
+"""Elements at a time. torch sums so few of them in one thread, so a sum does not depend on how many threads there are."""
+
+
+def _blocks(vector: Tensor) -> Iterator[slice]:
+    """A vector on a GPU is one block: there a pass costs less than to start many small ones."""
+    numel = vector.numel()
+    size = BLOCK if vector.device.type == "cpu" else max(numel, 1)
+    return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
+
+
+def norm(vector: Tensor) -> float:
+    """The Euclidean norm; not finite if an element is not."""
+    return math.sqrt(sum(_square_norm(vector[here]) for here in _blocks(vector)))
+
+
+_SMALL, _LARGE = 1e-15, 1e15
+"""Outside of these the squares of some elements may be too small or too large for fp32."""
+
+
+def norms_of(fragment: Fragment, delta: Tensor) -> list[float]:
+    """Of each tensor's part of a contribution."""
+    return [norm(part) for part in torch.split(delta, [piece.numel for piece in fragment.pieces])]
+
+
+def _square_norm(block: Tensor) -> float:
+    found = float(torch.linalg.vector_norm(block, dtype=torch.float32))
+    if not _SMALL < found < _LARGE:
+        found = float(torch.linalg.vector_norm(block, dtype=torch.float64))
+    return found * found
+
+
 def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Weighted mean. The order of summation is the order given, so equal inputs give equal bits."""
+    return _mean(deltas, weights, torch.empty_like(deltas[0], dtype=torch.float32))
+
+
+def _mean(deltas: Sequence[Tensor], weights: Sequence[float], result: Tensor) -> Tensor:
     total = sum(weights)
-    result = deltas[0] * (weights[0] / total)
-    for delta, share in zip(deltas[1:], weights[1:], strict=True):
-        result.add_(delta, alpha=share / total)
+    for here in _blocks(result):
+        _sum(deltas, [share / total for share in weights], here, result[here])
     return result
+
+
+def _sum(deltas: Sequence[Tensor], shares: Sequence[float], here: slice, result: Tensor) -> None:
+    result.copy_(deltas[0][here]).mul_(shares[0])
+    for delta, share in zip(deltas[1:], shares[1:], strict=True):
+        result.add_(delta[here], alpha=share)
 
 
 NOTHING = 1e-30
@@ -73,31 +118,35 @@ def radial_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
     Progress vectors of different learners are nearly orthogonal, so their plain mean shrinks as 1/√M; this keeps the length.
     """
+    return _radial_mean(deltas, weights, [norm(delta) for delta in deltas], torch.empty_like(deltas[0], dtype=torch.float32))
+
+
+def _radial_mean(deltas: Sequence[Tensor], weights: Sequence[float], norms: Sequence[float], result: Tensor) -> Tensor:
     if len(deltas) == 1:
-        return deltas[0].clone()
+        return result.copy_(deltas[0])
     total = sum(weights)
-    norms = [_norm(delta) for delta in deltas]
-    direction = torch.zeros_like(deltas[0])
-    for delta, share, norm in zip(deltas, weights, norms, strict=True):
-        if norm > NOTHING:
-            direction.add_(delta, alpha=share / total / norm)
-    length = _norm(direction)
+    with_direction = [(delta, share / total / n) for delta, share, n in zip(deltas, weights, norms, strict=True) if n > NOTHING]
+    square_length = 0.0
+    for here in _blocks(result):
+        if with_direction:
+            _sum([delta for delta, _ in with_direction], [share for _, share in with_direction], here, result[here])
+            square_length += _square_norm(result[here])
+    length = math.sqrt(square_length)
     if length < CANCELLED:
-        return mean(deltas, weights)
-    radius = sum(share * norm for share, norm in zip(weights, norms, strict=True)) / total
-    return direction.mul_(radius / length)
-
-
-def _norm(vector: Tensor) -> float:
-    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+        return _mean(deltas, weights, result)
+    radius = sum(share * n for share, n in zip(weights, norms, strict=True)) / total
+    return result.mul_(radius / length)
 
 
 def nesterov(state: FragmentState, gradient: Tensor, lr: float, momentum: float) -> FragmentState:
     """One step of SGD with Nesterov momentum; equal to torch.optim.SGD(nesterov=True) when momentum > 0."""
-    # The same operations in the same order as torch's, so that the result is the same to the bit.
-    buffer = state.momentum.mul(momentum).add_(gradient)
-    values = state.values.add(gradient.add(buffer, alpha=momentum), alpha=-lr)
-    return FragmentState(values, buffer)
+    after = FragmentState(torch.empty_like(state.values), torch.empty_like(state.momentum))
+    for here in _blocks(gradient):
+        # The same operations in the same order as torch's, so that the result is the same to the bit.
+        buffer = torch.mul(state.momentum[here], momentum, out=after.momentum[here]).add_(gradient[here])
+        step = gradient[here].add(buffer, alpha=momentum)
+        torch.add(state.values[here], step, alpha=-lr, out=after.values[here])
+    return after
 
 
 def merge(
@@ -111,17 +160,24 @@ def merge(
     lr: float,
     momentum: float,
     presence: float = 1.0,
+    norms: Sequence[Sequence[float]] | None = None,
 ) -> FragmentState:
-    """The next version of a fragment. `presence` scales the progress when live learners are missing from the merge."""
+    """The next version of a fragment. `presence` scales the progress when live learners are missing from the merge. `norms` are
+    those of each contribution, as `norms_of` gives them, if somebody has worked them out."""
+    if norms is None:
+        norms = [norms_of(fragment, delta) for delta in deltas] if radial else []
     progress = torch.empty_like(state.values)
     statistics = torch.zeros(fragment.numel, dtype=torch.bool) if _has_statistics(layout, fragment) else None
     at = 0
-    for piece in fragment.pieces:
+    for number, piece in enumerate(fragment.pieces):
         here = slice(at, at + piece.numel)
         at += piece.numel
         rule = layout.tensors[piece.tensor].rule
-        average = radial_mean if radial and rule == "radial" else mean
-        progress[here] = average([delta[here] for delta in deltas], weights)
+        parts = [delta[here] for delta in deltas]
+        if radial and rule == "radial":
+            _radial_mean(parts, weights, [of[number] for of in norms], progress[here])
+        else:
+            _mean(parts, weights, progress[here])
         if rule == "average" and statistics is not None:
             statistics[here] = True
     if presence != 1.0:

@@ -16,7 +16,7 @@ from skerry.core import messages as m
 from skerry.core.codec import FP32, byte_tensor, raw_bytes
 from skerry.core.fragment import Layout
 from skerry.core.fragment_codec import fragment_codec
-from skerry.core.merge import FragmentState, publish
+from skerry.core.merge import FragmentState, norms_of, publish
 from skerry.core.syncer import SyncerCore
 from skerry.errors import WireError
 from skerry.syncer.lane import MAX_NAME, Busy, Damaged, Lane, Receiving, Unhealthy, first_message
@@ -57,7 +57,8 @@ class Bulk:
         self._shown = [fragment_codec(sync.publish, layout, fragment) for fragment in layout.fragments]
         self._published: list[Published | None] = [None] * len(layout.fragments)
         self._published.append(Published(0, "safetensors", memoryview(fixed)))
-        self._deltas: dict[tuple[int, str], Tensor] = {}
+        self._deltas: dict[tuple[int, str], tuple[Tensor, list[float]]] = {}
+        """Contributions that wait to be merged, with the norms of their tensors."""
         self._receiving: dict[tuple[str, int], Receiving] = {}
         """By learner and fragment."""
         self._last_sent: dict[tuple[str, int], tuple[int, int]] = {}
@@ -86,7 +87,7 @@ class Bulk:
     def publish(self, fragment: int, published: Published) -> None:
         self._published[fragment] = published
 
-    def gathered(self, fragment: int, names: Sequence[str]) -> list[Tensor]:
+    def gathered(self, fragment: int, names: Sequence[str]) -> list[tuple[Tensor, list[float]]]:
         return [self._deltas[fragment, name] for name in names]
 
     def merged(self, fragment: int, names: Sequence[str]) -> None:
@@ -241,7 +242,7 @@ class Bulk:
     async def take(self, name: str, session: str, header: pb.Upload, assembly: Assembly) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
         numel = self._layout.fragments[header.fragment].numel
-        delta, norm = await asyncio.get_running_loop().run_in_executor(None, self._decode, header.fragment, assembly)
+        delta, norms = await asyncio.get_running_loop().run_in_executor(None, self._decode, header.fragment, assembly)
         # Much may have happened meanwhile.
         if len(self._last_sent) > MAX_REMEMBERED:
             self._last_sent.clear()  # names of learners that came and went; to forget the others costs one look
@@ -249,25 +250,29 @@ class Bulk:
         self._last_sent[name, header.fragment] = (header.checksum, header.upto)
         # The same answer sent again because the first did not get through covers the same steps.
         repeated = numel >= REPEAT_NUMEL and last is not None and last[0] == header.checksum and last[1] != header.upto
-        offer = dataclasses.replace(self.check(name, session, header), norm=norm, repeated=repeated)
+        offer = dataclasses.replace(self.check(name, session, header), norm=self._length(delta, norms), repeated=repeated)
         why = self._host.core.why_unhealthy(offer)
-        self._deltas[offer.fragment, offer.name] = delta
+        self._deltas[offer.fragment, offer.name] = delta, norms
         self._host.dispatch(offer)
         if why is not None or self._host.core.learners[name].quarantined:
             del self._deltas[offer.fragment, offer.name]
         if why is not None:
             raise Unhealthy(why)
 
-    def _decode(self, fragment: int, assembly: Assembly) -> tuple[Tensor, float]:
-        """The contribution and its norm, which is infinite if there is something in it that no merge could digest."""
+    def _decode(self, fragment: int, assembly: Assembly) -> tuple[Tensor, list[float]]:
         try:
             data = assembly.finish()
         except WireError as error:
             raise Damaged(str(error)) from None
-        numel = self._layout.fragments[fragment].numel
-        delta = self._received[fragment].decode(byte_tensor(data), numel)
-        if numel == 0:
-            return delta, 0.0
-        low, high = torch.aminmax(delta)
-        # NaN compares false, so it is caught too.
-        return delta, float(delta.norm()) if max(-float(low), float(high)) <= MAX_PROGRESS else math.inf
+        of = self._layout.fragments[fragment]
+        delta = self._received[fragment].decode(byte_tensor(data), of.numel)
+        return delta, norms_of(of, delta)
+
+    @staticmethod
+    def _length(delta: Tensor, norms: list[float]) -> float:
+        """Of the whole contribution; infinite if there is something in it that no merge could digest."""
+        length = math.sqrt(sum(norm * norm for norm in norms))
+        if length <= MAX_PROGRESS:
+            return length
+        low, high = torch.aminmax(delta)  # of what is no number, comparisons are false
+        return length if max(-float(low), float(high)) <= MAX_PROGRESS else math.inf

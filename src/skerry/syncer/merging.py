@@ -37,9 +37,9 @@ class Merger:
 
     async def merge(self, order: m.Merge) -> m.Event:
         names = [share.name for share in order.shares]
-        deltas = self._bulk.gathered(order.fragment, names)
+        gathered = self._bulk.gathered(order.fragment, names)
         try:
-            state, published, written = await self._in_pool(self._compute, order, deltas)
+            state, published, written = await self._in_pool(self._compute, order, gathered)
             await self._tape.commit(written)
         except SkerryError as error:
             return m.StoreFailed(order.fragment, str(error))
@@ -48,19 +48,22 @@ class Merger:
         self._bulk.merged(order.fragment, names)
         return m.Stored(order.fragment, order.version)
 
-    def _compute(self, order: m.Merge, deltas: list[Tensor]) -> tuple[FragmentState, Published, Written]:
+    def _compute(
+        self, order: m.Merge, gathered: list[tuple[Tensor, list[float]]]
+    ) -> tuple[FragmentState, Published, Written]:
         """A fragment has one merge at a time, so its state stands still meanwhile."""
         before = self._states[order.fragment]
         after = merge(
             self._layout,
             self._layout.fragments[order.fragment],
             before,
-            deltas,
+            [delta for delta, _ in gathered],
             [share.weight for share in order.shares],
             radial=self._radial,
             lr=order.outer_lr,
             momentum=order.outer_momentum,
             presence=order.presence,
+            norms=[norms for _, norms in gathered],
         )
         state, published = self._bulk.encode(order.fragment, order.version, before, after)
         return state, published, self._store.write(order, state)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from skerry.config import SyncConfig, from_json
@@ -29,7 +29,7 @@ from skerry.core.standing import Standing
 from skerry.durable import write_durably
 from skerry.errors import StoreError
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,19 @@ def _tensors(state: FragmentState) -> dict[str, Tensor]:
 
 
 def write_version(folder: Path, file: str, state: FragmentState) -> None:
-    write_durably(folder / "fragments" / file, save(_tensors(state)))
+    write_durably(folder / "fragments" / file, *_as_safetensors(_tensors(state)))
+
+
+def _as_safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """Vectors in fp32 as a file of that format, in parts: the library would copy all of them into one."""
+    header, parts, end = {}, [], 0
+    for name, vector in tensors.items():
+        parts.append(raw_bytes(vector))
+        start, end = end, end + len(parts[-1])
+        header[name] = {"dtype": "F32", "shape": [vector.numel()], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *parts]
 
 
 def read_version(folder: Path, fragment: Fragment, row: sqlite3.Row, missing_is_damage: bool = True) -> FragmentState:

@@ -22,12 +22,12 @@ import re
 import shutil
 import time
 import uuid
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from skerry.core.codec import checksum
 from skerry.core.syncer import SyncerCore
 from skerry.durable import sync_path, write_durably
 from skerry.errors import StoreError
@@ -35,7 +35,7 @@ from skerry.syncer.relay import Relay
 from skerry.syncer.store import RunStore, TapeEntry
 from skerry.syncer.tape import Tape
 
-FORMAT = 1
+FORMAT = 2
 STATE_S = 60.0
 """How long an island may take to send one part of its optimizer's state."""
 TRIES, RETRY_S = 10, 0.5
@@ -174,7 +174,7 @@ def _checksum(path: Path) -> int:
     found = 0
     with path.open("rb") as file:
         while chunk := file.read(READ_BYTES):
-            found = zlib.crc32(chunk, found)
+            found = checksum(chunk, found)
     return found
 
 
@@ -191,9 +191,9 @@ def check(snapshot: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads((snapshot / "manifest.json").read_text())
         if manifest["format"] != FORMAT:
             raise StoreError(f"{snapshot} has snapshot format {manifest['format']}, this Skerry reads {FORMAT}")
-        for name, (size, checksum) in manifest["files"].items():
+        for name, (size, expected) in manifest["files"].items():
             path = snapshot / name
-            if path.stat().st_size != size or _checksum(path) != checksum:
+            if path.stat().st_size != size or _checksum(path) != expected:
                 raise StoreError(f"{path} is damaged: its content does not match the manifest")
     except FileNotFoundError as error:
         raise StoreError(f"{snapshot} is no whole snapshot: {error.filename} is missing") from None

@@ -192,19 +192,19 @@ class RunStore:
 
     def write(self, order: Merge, state: FragmentState) -> Written:
         """Put a merge's result on disk, where it does not count yet. May be called from several threads."""
-        crc = state_checksum(state)
+        found = state_checksum(state)
         attempt = 0
         with self._names:
             while (file := file_name(order.fragment, order.version, attempt)) in self._doubtful:
-                if self._doubtful[file] == crc:  # the same again, and a full disk has no room for a copy
+                if self._doubtful[file] == found:  # the same again, and a full disk has no room for a copy
                     del self._doubtful[file]
-                    return Written(order, file, crc)
+                    return Written(order, file, found)
                 attempt += 1
         try:
             write_version(self.folder, file, state)
         except OSError as error:
             raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be written: {error}") from error
-        return Written(order, file, crc)
+        return Written(order, file, found)
 
     def commit(self, merges: Sequence[Written], standing: Standing, entries: Sequence[TapeEntry]) -> None:
         """Make merges count, with everything decided up to them. When this returns, they may be announced."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from skerry.core.codec import checksum
 from skerry.core.fragment import Layout
 from skerry.errors import WireError
@@ -39,7 +41,7 @@ class Assembly:
 
     def __init__(self, size_bytes: int, expected_checksum: int) -> None:
         self.size_bytes = size_bytes
-        self._buffer = bytearray()
+        self._buffer: memoryview | None = None
         """Made when the first chunk comes: a header alone costs nothing."""
         self._checksum = expected_checksum
         self.chunks = count_chunks(size_bytes)
@@ -54,8 +56,8 @@ class Assembly:
             raise WireError(f"chunk {number} has {len(data)} bytes, not {size}")
         if number not in self._missing:
             return  # what has come is not written again: somebody may be reading it
-        if not self._buffer:
-            self._buffer = bytearray(self.size_bytes)
+        if self._buffer is None:
+            self._buffer = memoryview(np.empty(self.size_bytes, dtype=np.uint8))  # nothing is read of it before it was written
         self._buffer[start : start + size] = data
         self._missing.discard(number)
 
@@ -75,8 +77,8 @@ class Assembly:
 
     def finish(self) -> memoryview:
         """The whole. Takes a while if it is large."""
-        assert self.complete
+        assert self.complete and self._buffer is not None
         actual = checksum(self._buffer)
         if actual != self._checksum:
             raise WireError(f"checksum mismatch: declared {self._checksum:08x}, received {actual:08x}")
-        return memoryview(self._buffer)
+        return self._buffer
