@@ -166,7 +166,10 @@ class RawLearner:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         self._control = grpc.aio.insecure_channel(self._address, options=options)
         self._bulk = grpc.aio.insecure_channel(self._address, options=options)
-        self.bulk = SyncerStub(self._bulk)
+        # As protobuf by itself reads and writes it, for comparison.
+        self.open_lane = self._bulk.stream_stream(
+            "/skerry.v1.Syncer/Bulk", pb.BulkToSyncer.SerializeToString, pb.BulkToLearner.FromString
+        )
         self._stream = SyncerStub(self._control).control(self._outgoing())
         self._incoming = self._stream.__aiter__()
         return self
@@ -236,7 +239,7 @@ class RawLearner:
     @contextlib.asynccontextmanager
     async def lane(self, **changes: str) -> AsyncIterator[Any]:
         """A bulk stream of its own, introduced."""
-        call = self.bulk.bulk(timeout=DEADLINE_S)
+        call = self.open_lane(timeout=DEADLINE_S)
         await call.write(pb.BulkToSyncer(hello=pb.BulkHello(**{"name": self.name, "session": self.session, **changes})))
         yield call
         call.cancel()
@@ -255,7 +258,7 @@ class RawLearner:
     async def give(self, ask: pb.Ask, delta: Tensor | None = None, **changes: Any) -> pb.UploadReply:
         identity = {key: changes.pop(key) for key in ("name", "session") if key in changes}
         header, data = self.contribution(ask, delta, **changes)
-        chunks = [chunk(memoryview(data), number) for number in range(count_chunks(len(data)))]
+        chunks = [bytes(chunk(memoryview(data), number)) for number in range(count_chunks(len(data)))]
         return await self.upload(header, *chunks, **identity)
 
     async def download(self, fragment: int, version: int, **changes: str) -> tuple[pb.Fetched, bytes]:

@@ -16,7 +16,7 @@ from islands import batches, poll, small_model, tape, train
 
 import skerry
 from skerry.config import SyncConfig
-from skerry.wire import lanes
+from skerry.wire import lane, lanes
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import CHANNEL_OPTIONS, SERVER_OPTIONS
 from skerry.wire.loop import run_here
@@ -96,6 +96,7 @@ def once(change: Change) -> Change:
 def test_a_learner_whose_stream_stands_but_is_of_no_use_comes_back(run, monkeypatch, end: str, way: str, what: str) -> None:
     folder, relay, address = run
     monkeypatch.setattr(lanes, "STUCK_S", (2.0, 2.0, 2.0))
+    monkeypatch.setattr(lane, "FORGOTTEN_S", 4.0)
     model = small_model(seed=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     learner = skerry.join(address, model, optimizer, name="island", timeout_s=30)

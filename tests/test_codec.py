@@ -55,8 +55,7 @@ def test_fp32_is_little_endian_ieee_in_order() -> None:
 def test_bf16_gives_back_what_torch_rounds_to(values: list[float]) -> None:
     vector = torch.tensor(values, dtype=torch.float32)
     back = codec("bf16").decode(codec("bf16").encode(vector), len(values))
-    assert back.dtype == torch.float32
-    assert torch.equal(back, vector.to(torch.bfloat16).float())
+    assert torch.equal(back.float(), vector.to(torch.bfloat16).float())
 
 
 def test_bf16_is_the_upper_half_of_the_float() -> None:
@@ -67,7 +66,7 @@ def test_bf16_is_the_upper_half_of_the_float() -> None:
 def test_vectors_of_no_and_of_one_element_come_back(name: str) -> None:
     for vector in (torch.empty(0), torch.tensor([-0.5])):
         back = codec(name).decode(codec(name).encode(vector), vector.numel())
-        assert torch.equal(back, vector) and back.dtype == torch.float32
+        assert torch.equal(back.float(), vector)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
@@ -101,9 +100,15 @@ def test_the_checksum_notices_every_single_flipped_bit(name: str) -> None:
     assert checksum(data) == whole
 
 
-@given(data=st.binary(max_size=64), cut=st.integers(0, 64))
-def test_a_checksum_can_be_continued(data: bytes, cut: int) -> None:
-    assert checksum(data[cut:], checksum(data[:cut])) == checksum(data) == checksum(memoryview(data))
+def test_the_checksum_is_the_lower_half_of_xxh3() -> None:
+    """Values that its specification gives: other programs may have to compute the same."""
+    assert checksum(b"") == 0x2D06800538D394C2 & 0xFFFFFFFF
+    assert checksum(memoryview(b"skerry")) == checksum(bytearray(b"skerry"))
+
+
+def test_a_checksum_that_goes_on_from_another_depends_on_both() -> None:
+    found = {checksum(second, checksum(first)) for first in (b"", b"a", b"b") for second in (b"", b"a", b"b")}
+    assert len(found) == 9
 
 
 def test_an_unknown_codec_is_named_with_those_there_are() -> None:
@@ -222,15 +227,16 @@ def test_the_largest_few_come_through_with_one_of_two_sizes(name: str, kept: int
         assert set(np.flatnonzero(got)) <= set(order)
         sizes = np.abs(chunk[order])
         if len(order) < kept or not sizes.all():  # zeros are chosen as well: all others have one size
-            expected = np.where(sizes > 0, sizes[sizes > 0].mean() if sizes.any() else 0.0, 0.0)
-        else:
-            large = sizes > sizes.mean() * (1 + 1e-5)
-            means = [sizes[group].mean() if group.any() else 0.0 for group in (~large, large)]
-            expected = np.where(large, means[1], means[0])
-            expected[np.abs(sizes / sizes.mean() - 1) < 1e-5] = np.nan  # at the very mean either may come out
-        for place, size in zip(order, expected, strict=True):
-            if not np.isnan(size):
-                assert got[place] == pytest.approx(np.sign(chunk[place]) * size, rel=2**-7)
+            allowed = [np.where(sizes > 0, sizes[sizes > 0].mean() if sizes.any() else 0.0, 0.0)]
+        else:  # those at the very mean may be on either side
+            allowed = [_two_means(sizes, sizes > sizes.mean() * (1 + margin)) for margin in (1e-5, -1e-5)]
+        signed = [np.sign(chunk[order]) * expected for expected in allowed]
+        assert any(np.allclose(got[order], expected, rtol=2**-7, atol=0.0) for expected in signed)
+
+
+def _two_means(sizes: np.ndarray, large: np.ndarray) -> np.ndarray:
+    small_mean, large_mean = (sizes[group].mean() if group.any() else 0.0 for group in (~large, large))
+    return np.where(large, large_mean, small_mean)
 
 
 def test_top_few_of_a_large_vector_take_less_than_half_a_bit_an_element() -> None:

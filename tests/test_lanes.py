@@ -122,7 +122,7 @@ def test_a_syncer_says_what_is_missing_and_takes_the_rest_on_any_lane(tmp_path: 
             await raw.join()
             ask = await raw.next_ask()
             header, data = raw.contribution(ask)
-            parts = [chunk(memoryview(data), number) for number in range(count_chunks(len(data)))]
+            parts = [bytes(chunk(memoryview(data), number)) for number in range(count_chunks(len(data)))]
             assert len(parts) == 4
 
             def part(number: int) -> pb.BulkToSyncer:
@@ -173,14 +173,14 @@ def test_what_was_begun_is_forgotten_when_nobody_wants_it_any_more(tmp_path: Pat
             ask = await slow.next_ask()
             header, data = slow.contribution(ask)
             async with slow.lane() as lane:
-                await lane.write(pb.BulkToSyncer(upload=header, chunk=chunk(memoryview(data), 0)))
+                await lane.write(pb.BulkToSyncer(upload=header, chunk=bytes(chunk(memoryview(data), 0))))
                 asked = await quick.next_ask()
                 assert asked.step == ask.step
                 assert (await quick.give(asked)).accepted
                 await slow.receive("announce")
                 # The round is over: the rest is not wanted, and said to be so.
                 for number in range(1, 4):
-                    await lane.write(pb.BulkToSyncer(chunk=chunk(memoryview(data), number)))
+                    await lane.write(pb.BulkToSyncer(chunk=bytes(chunk(memoryview(data), number))))
                 reply = (await lane.read()).reply
                 assert not reply.accepted and "round" in reply.reason and not reply.damaged
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skerry.core.fragment import Layout, Rule, TensorSpec, split
-from skerry.core.merge import FragmentState, mean, merge, nesterov, radial_mean, weight
+from skerry.core.merge import BLOCK, ROW, FragmentState, mean, merge, nesterov, norm, norms_of, radial_mean, weight
 
 
 def vectors(count: int, numel: int, seed: int = 0) -> list[Tensor]:
@@ -292,3 +292,46 @@ def test_the_shrinkage_of_the_plain_mean_is_what_the_radial_mean_undoes() -> Non
         length = float(deltas[0].norm())
         assert float(mean(deltas, [1.0] * count).norm()) == pytest.approx(length / math.sqrt(count), rel=0.02)
         assert float(radial_mean(deltas, [1.0] * count).norm()) == pytest.approx(length, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [0, 1, ROW - 1, ROW, ROW + 1, BLOCK, BLOCK + ROW + 7, 3 * BLOCK])
+def test_a_norm_is_that_of_the_whole_vector_wherever_blocks_end(numel: int, dtype: torch.dtype) -> None:
+    vector = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    assert norm(vector) == pytest.approx(float(vector.double().norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, ROW, BLOCK + ROW + 6])
+def test_a_norm_is_not_finite_if_one_element_is_not(odd: float, at: int) -> None:
+    vector = torch.zeros(BLOCK + ROW + 7)
+    vector[at] = odd
+    assert not math.isfinite(norm(vector))
+
+
+@pytest.mark.parametrize("radial", [False, True])
+def test_a_merge_in_blocks_is_that_of_the_whole_and_does_not_depend_on_threads_or_on_who_worked_out_the_norms(radial) -> None:
+    numel = 2 * BLOCK + 5
+    layout = layout_of(("radial", (numel,)), ("mean", (7,)))
+    fragment = layout.fragments[0]
+    generator = torch.Generator().manual_seed(1)
+    deltas = [torch.randn(fragment.numel, generator=generator).bfloat16() for _ in range(3)]
+    start, weights = FragmentState.fresh(torch.randn(fragment.numel, generator=generator)), [1.0, 2.0, 0.5]
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append(merge(layout, fragment, start, deltas, weights, radial=radial, lr=0.5, momentum=0.8))
+    finally:
+        torch.set_num_threads(threads)
+    norms = [norms_of(fragment, delta) for delta in deltas]
+    results.append(merge(layout, fragment, start, deltas, weights, radial=radial, lr=0.5, momentum=0.8, norms=norms))
+    for other in results[1:]:
+        assert torch.equal(other.values, results[0].values) and torch.equal(other.momentum, results[0].momentum)
+    at = 0
+    for piece in fragment.pieces:
+        here, at = slice(at, at + piece.numel), at + piece.numel
+        rule = layout.tensors[piece.tensor].rule
+        reference = reference_radial if radial and rule == "radial" else reference_mean
+        close(results[0].momentum[here], reference([delta[here].float() for delta in deltas], weights))

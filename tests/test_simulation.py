@@ -65,7 +65,7 @@ def announced_before_it_is_stored(patch: pytest.MonkeyPatch) -> None:
 
 
 def written_without_being_synced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(run_folder, "write_durably", lambda path, data: Path(path).write_bytes(data))
+    patch.setattr(run_folder, "write_durably", lambda path, *parts: Path(path).write_bytes(b"".join(parts)))
 
 
 def a_counter_is_not_reset(patch: pytest.MonkeyPatch) -> None:
@@ -88,8 +88,8 @@ def a_wrong_weight(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_share_is_left_out(patch: pytest.MonkeyPatch) -> None:
-    mean = mergers.mean
-    patch.setattr(mergers, "mean", lambda deltas, weights: mean(deltas[:1], weights[:1]))
+    mean = mergers._mean
+    patch.setattr(mergers, "_mean", lambda deltas, weights, result: mean(deltas[:1], weights[:1], result))
 
 
 def a_lease_is_told_before_it_is_written(patch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, Assembly, chunk, count_chunks, in_runs
 from skerry.wire.client import close_run, describe, describe_job
 from skerry.wire.connection import PROTOCOL, open_channel, split_address
+from skerry.wire.parcel import Parcel
 
 FRAGMENTS = 2
 SYNC = SyncConfig(fragments=FRAGMENTS, every=1, overlap=0, quorum=1, outer_lr=1.0, outer_momentum=0.0)
@@ -559,7 +560,7 @@ def test_control_messages_flow_while_a_large_upload_is_half_sent(tmp_path: Path,
             await raw.join()
             ask = await raw.next_ask()
             header, data = raw.contribution(ask)
-            chunks = [chunk(memoryview(data), number) for number in range(count_chunks(len(data)))]
+            chunks = [bytes(chunk(memoryview(data), number)) for number in range(count_chunks(len(data)))]
             async with raw.lane() as lane:
                 await lane.write(pb.BulkToSyncer(upload=header))
                 for part in chunks[:2]:
@@ -689,7 +690,7 @@ def test_one_lane_serves_many_transfers_and_survives_refusals(run_folder: Path, 
 )
 def test_a_lane_that_is_not_introduced_properly_is_ended(run_folder: Path, start_syncer, first, reason: str) -> None:
     async def scenario(raw: RawLearner) -> None:
-        call = raw.bulk.bulk(timeout=DEADLINE_S)
+        call = raw.open_lane(timeout=DEADLINE_S)
         for message in first:
             await call.write(message)
         await call.done_writing()
@@ -707,16 +708,16 @@ def test_a_learner_that_asks_and_never_reads_is_not_read_from_either(run_folder:
         server = SyncerServer(RunStore(run_folder))
         asked = 0
 
-        async def without_end() -> AsyncIterator[pb.BulkToSyncer]:
+        async def without_end() -> AsyncIterator[Parcel[pb.BulkToSyncer]]:
             nonlocal asked
-            yield pb.BulkToSyncer(hello=pb.BulkHello(name="raw", session="first"))
+            yield Parcel(pb.BulkToSyncer(hello=pb.BulkHello(name="raw", session="first")))
             while True:
                 asked += 1
-                yield pb.BulkToSyncer(fetch=pb.Fetch())
+                yield Parcel(pb.BulkToSyncer(fetch=pb.Fetch()))
                 await asyncio.sleep(0)
 
         class Deaf:
-            async def write(self, message: pb.BulkToLearner) -> None:
+            async def write(self, message: Parcel[pb.BulkToLearner]) -> None:
                 await asyncio.Event().wait()
 
         serving = asyncio.ensure_future(server.bulk(without_end(), Deaf()))

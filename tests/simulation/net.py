@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from skerry.errors import WireError
 from skerry.wire import skerry_pb2 as pb
+from skerry.wire.parcel import Parcel, pack, unpack
 
 NOTICED_S = (0.0, 0.0, 0.05, 1.0, 12.0)
 """How long after a stream broke one of its ends may go on as if nothing had happened."""
@@ -137,12 +138,12 @@ class Call:
 
     # ------------------------------------------------------------ the island's end
 
-    async def write(self, message: Message) -> None:
+    async def write(self, message: Message | Parcel[Any]) -> None:
         if self._over:
             raise WireError("unavailable: the stream is over")
         await asyncio.sleep(0)
-        if message.HasField("hello"):  # type: ignore[call-arg]
-            self._session = message.hello.session  # type: ignore[attr-defined]
+        if _plain(message).HasField("hello"):
+            self._session = _plain(message).hello.session
         self.pass_on("up", message)
 
     async def read(self) -> Any:
@@ -190,11 +191,11 @@ class Call:
         self._arrival[way] = at
         self.net.loop.call_at(at, act)
 
-    def pass_on(self, way: str, message: Message) -> None:
+    def pass_on(self, way: str, message: Message | Parcel[Any]) -> None:
         if way == "down":
-            self.net.on_down(self._session, message)
+            self.net.on_down(self._session, _plain(message))
         kind = KINDS[self.method][way == "down"]
-        data = message.SerializeToString()
+        data = pack(message) if isinstance(message, Parcel) else message.SerializeToString()
         if self.net.damage and self.net.chance.random() < self.net.damage:
             data = b"\xff\xff\xff"
 
@@ -202,11 +203,11 @@ class Call:
             if self._broken:
                 return
             try:
-                arrived = kind.FromString(data)
+                arrived = unpack(kind)(data) if self.method == "bulk" else kind.FromString(data)
             except DecodeError:
                 arrived = None
             if way == "up" and arrived is not None:
-                self.net.on_up(self._session, arrived)
+                self.net.on_up(self._session, _plain(arrived))
             (self._down if way == "down" else self._up).put_nowait(arrived)
 
         self._at(way, arrive)
@@ -220,3 +221,7 @@ class Call:
             self.net.calls.remove(self)
         self.net.loop.call_later(syncer_notices_s, self.end_handler)
         self.net.loop.call_later(island_notices_s, lambda: self._down.put_nowait(WireError("unavailable: it broke")))
+
+
+def _plain(message: Any) -> Any:
+    return message.message if isinstance(message, Parcel) else message

@@ -57,8 +57,10 @@ def weight(tokens: int, steps: int) -> float:
     return tokens * tokens / steps if steps > 0 else 0.0
 
 
-BLOCK = 1 << 15
-"""Elements at a time. torch sums so few of them in one thread, so a sum does not depend on how many threads there are."""
+BLOCK = 1 << 17
+"""Elements at a time."""
+ROW = 1 << 15
+"""Elements that are summed up at a time. torch does that in one thread, so a sum does not depend on how many there are."""
 
 
 def _blocks(vector: Tensor) -> Iterator[slice]:
@@ -83,10 +85,19 @@ def norms_of(fragment: Fragment, delta: Tensor) -> list[float]:
 
 
 def _square_norm(block: Tensor) -> float:
-    found = float(torch.linalg.vector_norm(block, dtype=torch.float32))
-    if not _SMALL < found < _LARGE:
-        found = float(torch.linalg.vector_norm(block, dtype=torch.float64))
-    return found * found
+    whole_rows = block.numel() // ROW * ROW
+    found = 0.0
+    for rows in (block[:whole_rows].view(-1, ROW), block[whole_rows:].view(1, -1)):
+        if rows.numel():
+            lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).tolist()
+            found += sum(_exact(rows, number, length) ** 2 for number, length in enumerate(lengths))
+    return found
+
+
+def _exact(rows: Tensor, number: int, length: float) -> float:
+    if _SMALL < length < _LARGE:
+        return length
+    return float(torch.linalg.vector_norm(rows[number], dtype=torch.float64))
 
 
 def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

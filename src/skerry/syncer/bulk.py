@@ -24,6 +24,7 @@ from skerry.syncer.published import Published
 from skerry.syncer.relay import Relay
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import Assembly, chunk, count_chunks
+from skerry.wire.parcel import Parcel
 
 MAX_COUNT = 1 << 53
 MAX_PROGRESS = 1e12
@@ -32,7 +33,7 @@ MAX_REMEMBERED = 100_000
 REPEAT_NUMEL = 100
 """Progress of fewer numbers than this may well be the same twice."""
 
-Write = Callable[[pb.BulkToLearner], Awaitable[None]]
+Write = Callable[[Parcel[pb.BulkToLearner]], Awaitable[None]]
 
 
 class Host(Protocol):
@@ -101,11 +102,11 @@ class Bulk:
 
     # ------------------------------------------------------------ a learner's stream
 
-    async def serve(self, messages: AsyncIterator[pb.BulkToSyncer | None], write: Write) -> None:
+    async def serve(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], write: Write) -> None:
         first = await first_message(messages)
-        if first is None or first.WhichOneof("message") != "hello":
+        if first is None or first.message.WhichOneof("message") != "hello":
             raise WireError("the first message of a bulk stream must say who speaks")
-        lane = Lane(self, first.hello.name, first.hello.session)
+        lane = Lane(self, first.message.hello.name, first.message.hello.session)
         sender = asyncio.get_running_loop().create_task(self._send(lane, write))
         try:
             await lane.read(messages)
@@ -116,7 +117,7 @@ class Bulk:
     async def _send(self, lane: Lane, write: Write) -> None:
         async def say_replies() -> None:
             while not lane.replies.empty():
-                await write(pb.BulkToLearner(reply=lane.replies.get_nowait()))
+                await write(Parcel(pb.BulkToLearner(reply=lane.replies.get_nowait())))
 
         while (item := await lane.outbox.get()) is not None:
             await say_replies()
@@ -133,8 +134,7 @@ class Bulk:
                 stop = min(stop, start + item.chunks) if item.chunks else stop
             message = first
             for number in range(start, max(stop, start + 1)):
-                message.chunk = chunk(data, number)
-                await write(message)
+                await write(Parcel(message, chunk(data, number)))
                 self.bytes_moved(lane.name)
                 message = pb.BulkToLearner()
                 await say_replies()

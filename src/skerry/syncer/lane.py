@@ -11,6 +11,7 @@ from skerry.errors import WireError
 from skerry.syncer.relay import NOTHING
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import Assembly
+from skerry.wire.parcel import Parcel
 
 if TYPE_CHECKING:
     from skerry.syncer.bulk import Bulk
@@ -80,11 +81,12 @@ class Lane:
         """The number of the chunk that comes next."""
         self._taking: set[asyncio.Task[None]] = set()
 
-    async def read(self, messages: AsyncIterator[pb.BulkToSyncer | None]) -> None:
+    async def read(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None]) -> None:
         try:
-            async for message in messages:
-                if message is None:
+            async for parcel in messages:
+                if parcel is None:
                     raise WireError("a damaged message on the bulk stream")
+                message = parcel.message
                 kind = message.WhichOneof("message")
                 if kind == "hello":
                     raise WireError("a second hello on one bulk stream")
@@ -103,7 +105,7 @@ class Lane:
                 elif not self._named:
                     await self._refuse(None, WireError("an upload must start with its header"))
                 if not message.upload.resume:
-                    await self._add(message.chunk)
+                    await self._add(parcel.chunk)
             await asyncio.gather(*self._taking)
             await self.outbox.put(None)
         finally:
@@ -179,7 +181,7 @@ class Lane:
             return
         self._receiving, self._following = receiving, header.first_chunk
 
-    async def _add(self, chunk: bytes) -> None:
+    async def _add(self, chunk: bytes | memoryview) -> None:
         receiving, state = self._receiving, self._state
         if receiving is not None and receiving.given_up is not None:
             self._put_down()
@@ -208,7 +210,7 @@ class Lane:
             self._taking.add(task)
             task.add_done_callback(self._taking.discard)
 
-    def _add_to_state(self, header: pb.State, assembly: Assembly, number: int, chunk: bytes) -> None:
+    def _add_to_state(self, header: pb.State, assembly: Assembly, number: int, chunk: bytes | memoryview) -> None:
         try:
             assembly.add(number, chunk)
             if not assembly.complete:

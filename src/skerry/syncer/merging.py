@@ -48,9 +48,7 @@ class Merger:
         self._bulk.merged(order.fragment, names)
         return m.Stored(order.fragment, order.version)
 
-    def _compute(
-        self, order: m.Merge, gathered: list[tuple[Tensor, list[float]]]
-    ) -> tuple[FragmentState, Published, Written]:
+    def _compute(self, order: m.Merge, gathered: list[tuple[Tensor, list[float]]]) -> tuple[FragmentState, Published, Written]:
         """A fragment has one merge at a time, so its state stands still meanwhile."""
         before = self._states[order.fragment]
         after = merge(

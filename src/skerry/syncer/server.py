@@ -38,6 +38,7 @@ from skerry.syncer.telling import lease_message, messages_of, progress_of
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind
+from skerry.wire.parcel import Parcel
 from skerry.wire.service import add_to_server
 
 CONTROL_QUEUE = 4096
@@ -467,8 +468,8 @@ class SyncerServer:
             if self._connections.get(name) is connection:
                 connection.end()
 
-    async def bulk(self, messages: AsyncIterator[pb.BulkToSyncer | None], context: Any) -> None:
-        async def write(message: pb.BulkToLearner) -> None:
+    async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None:
+        async def write(message: Parcel[pb.BulkToLearner]) -> None:
             try:
                 await context.write(message)
             except grpc.aio.InternalError:

@@ -26,8 +26,8 @@ def count_chunks(size_bytes: int) -> int:
     return max(1, -(-size_bytes // CHUNK_BYTES))
 
 
-def chunk(data: memoryview, number: int) -> bytes:
-    return bytes(data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+def chunk(data: memoryview, number: int) -> memoryview:
+    return data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
 
 def in_runs(runs: list[Run], most: int) -> list[Run]:
@@ -47,7 +47,7 @@ class Assembly:
         self.chunks = count_chunks(size_bytes)
         self._missing = set(range(self.chunks))
 
-    def add(self, number: int, data: bytes) -> None:
+    def add(self, number: int, data: bytes | memoryview) -> None:
         if number >= self.chunks:
             raise WireError(f"oversized: chunk {number} arrived, {self.size_bytes} bytes were declared")
         start = number * CHUNK_BYTES
@@ -57,7 +57,7 @@ class Assembly:
         if number not in self._missing:
             return  # what has come is not written again: somebody may be reading it
         if self._buffer is None:
-            self._buffer = memoryview(np.empty(self.size_bytes, dtype=np.uint8))  # nothing is read of it before it was written
+            self._buffer = np.empty(self.size_bytes, dtype=np.uint8).data  # nothing is read of it before it was written
         self._buffer[start : start + size] = data
         self._missing.discard(number)
 

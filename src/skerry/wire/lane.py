@@ -14,6 +14,7 @@ from skerry.errors import WireError
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, Assembly, Run, chunk, count_chunks
 from skerry.wire.meter import Meter
+from skerry.wire.parcel import Parcel
 from skerry.wire.service import SyncerStub
 from skerry.wire.transfer import TryAgain, read, wire_errors
 
@@ -144,14 +145,14 @@ class Lane:
                 call = await self._open()
                 self._carried.add(key)
                 for number in range(run[0], run[0] + run[1]):
-                    message.chunk = chunk(data, number)
-                    await self._owner.sent.allow(len(message.chunk), self._owner.is_closed)
+                    part = chunk(data, number)
+                    await self._owner.sent.allow(len(part), self._owner.is_closed)
                     if answered():
                         return
                     if number == run[0]:
                         self._owner.queued(asyncio.get_running_loop().time() - since)
-                    await self._write(call, message)
-                    self._owner.sent.moved(len(message.chunk), "contributions")
+                    await self._write(call, Parcel(message, part))
+                    self._owner.sent.moved(len(part), "contributions")
                     message = pb.BulkToSyncer()
         finally:
             self.queued_bytes -= run[1] * CHUNK_BYTES
@@ -162,20 +163,20 @@ class Lane:
         async with self._sending:
             call = await self._open()
             self._carried.add((header.fragment, header.step))
-            await self._write(call, message)
+            await self._write(call, Parcel(message))
 
     async def send_state(self, header: pb.State, data: memoryview) -> None:
         message = pb.BulkToSyncer(state=header)
         async with self._sending:
             call = await self._open()
             for number in range(count_chunks(len(data))):
-                message.chunk = chunk(data, number)
-                await self._owner.sent.allow(len(message.chunk), self._owner.is_closed)
-                await self._write(call, message)
-                self._owner.sent.moved(len(message.chunk), "state")
+                part = chunk(data, number)
+                await self._owner.sent.allow(len(part), self._owner.is_closed)
+                await self._write(call, Parcel(message, part))
+                self._owner.sent.moved(len(part), "state")
                 message = pb.BulkToSyncer()
 
-    async def _write(self, call: Any, message: pb.BulkToSyncer, asked: _Asked | None = None) -> None:
+    async def _write(self, call: Any, parcel: Parcel[pb.BulkToSyncer], asked: _Asked | None = None) -> None:
         """On that stream and no other. Requests may go between the chunks of a contribution."""
         async with self._writing:
             if self._call is not call:
@@ -186,7 +187,7 @@ class Lane:
             self._write_began = self._moved_at
             try:
                 with wire_errors():
-                    await call.write(message)
+                    await call.write(parcel)
             finally:
                 self._write_began = None
             self._moved()
@@ -203,7 +204,7 @@ class Lane:
             if download.assembly is not None:
                 await self._owner.received.allow(run[1] * CHUNK_BYTES, self._owner.is_closed)
             asked.paid = download.assembly is not None
-            await self._write(await self._open(), pb.BulkToSyncer(fetch=fetch), asked)
+            await self._write(await self._open(), Parcel(pb.BulkToSyncer(fetch=fetch)), asked)
         except BaseException:
             forget(asked.done)
             raise
@@ -215,7 +216,7 @@ class Lane:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asked = self._state = _Asked(0, 0, done, part=part, limit_bytes=limit_bytes)
         try:
-            await self._write(await self._open(), pb.BulkToSyncer(fetch_state=pb.FetchState(part=part)))
+            await self._write(await self._open(), Parcel(pb.BulkToSyncer(fetch_state=pb.FetchState(part=part))))
             await done
         finally:
             self._state = None
@@ -260,7 +261,7 @@ class Lane:
                 with wire_errors():
                     call = self._call = self._stub.bulk()
                     self._reader = asyncio.get_running_loop().create_task(self._read(call))
-                    await call.write(pb.BulkToSyncer(hello=self._hello))
+                    await call.write(Parcel(pb.BulkToSyncer(hello=self._hello)))
                 if self._call is not call:
                     raise WireError("the stream broke")
             return self._call
@@ -268,8 +269,8 @@ class Lane:
     async def _read(self, call: Any) -> None:
         ended = WireError("the syncer ended the bulk stream")
         try:
-            while (message := await read(call)) is not grpc.aio.EOF:
-                self._received(message)
+            while (parcel := await read(call)) is not grpc.aio.EOF:
+                self._received(parcel.message, parcel.chunk)
         except WireError as error:
             ended = error
         finally:
@@ -286,7 +287,7 @@ class Lane:
             for key in carried:
                 self._owner.lost(key, ended)
 
-    def _received(self, message: pb.BulkToLearner) -> None:
+    def _received(self, message: pb.BulkToLearner, chunk: bytes | memoryview) -> None:
         self._moved()
         self.broken = False
         kind = message.WhichOneof("message")
@@ -298,17 +299,17 @@ class Lane:
         elif kind == "state":
             self._state_begins(message.state)
         asked = self._arriving
-        self._owner.received.moved(len(message.chunk), "state" if asked is not None and asked.download is None else "versions")
+        self._owner.received.moved(len(chunk), "state" if asked is not None and asked.download is None else "versions")
         if asked is None or not asked.paid:
-            self._owner.received.charge(len(message.chunk))
+            self._owner.received.charge(len(chunk))
         if asked is None:
             return  # the rest of something that was found to be wrong
         assembly = asked.assembly
         assert assembly is not None
-        if not message.chunk and assembly.size_bytes:
+        if not len(chunk) and assembly.size_bytes:
             return  # a header alone
         try:
-            assembly.add(asked.following, message.chunk)
+            assembly.add(asked.following, chunk)
         except WireError as error:
             self._arriving = None
             asked.fail(error)

@@ -9,6 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from skerry.wire import skerry_pb2 as pb
+from skerry.wire.parcel import Parcel, pack, unpack
 
 _SERVICE = "skerry.v1.Syncer"
 
@@ -22,7 +23,7 @@ class SyncerService(Protocol):
 
     def control(self, messages: AsyncIterator[pb.ToSyncer | None], context: Any) -> AsyncIterator[pb.ToLearner]: ...
 
-    async def bulk(self, messages: AsyncIterator[pb.BulkToSyncer | None], context: Any) -> None: ...
+    async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None: ...
 
     async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply: ...
 
@@ -51,9 +52,7 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
         "Control": grpc.stream_stream_rpc_method_handler(
             service.control, _or_none(pb.ToSyncer.FromString), pb.ToLearner.SerializeToString
         ),
-        "Bulk": grpc.stream_stream_rpc_method_handler(
-            service.bulk, _or_none(pb.BulkToSyncer.FromString), pb.BulkToLearner.SerializeToString
-        ),
+        "Bulk": grpc.stream_stream_rpc_method_handler(service.bulk, _or_none(unpack(pb.BulkToSyncer)), pack),
         "Probe": grpc.stream_stream_rpc_method_handler(
             service.probe, _or_none(pb.ProbeUp.FromString), pb.ProbeDown.SerializeToString
         ),
@@ -76,7 +75,7 @@ class SyncerStub:
             f"/{_SERVICE}/Describe", pb.DescribeRequest.SerializeToString, pb.RunDescription.FromString
         )
         self.control = channel.stream_stream(f"/{_SERVICE}/Control", pb.ToSyncer.SerializeToString, pb.ToLearner.FromString)
-        self.bulk = channel.stream_stream(f"/{_SERVICE}/Bulk", pb.BulkToSyncer.SerializeToString, pb.BulkToLearner.FromString)
+        self.bulk: Any = channel.stream_stream(f"/{_SERVICE}/Bulk", pack, _or_none(unpack(pb.BulkToLearner)))
         self.probe = channel.stream_stream(f"/{_SERVICE}/Probe", pb.ProbeUp.SerializeToString, pb.ProbeDown.FromString)
         self.tell = channel.unary_unary(f"/{_SERVICE}/Tell", pb.TellRequest.SerializeToString, pb.TellReply.FromString)
         self.snapshot = channel.unary_unary(
