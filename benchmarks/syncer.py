@@ -235,15 +235,17 @@ def main() -> None:
             ratio = found["bytes_per_s"] / plain
             if learners == 8 and place is None:
                 ratios.append(ratio)
-            print(f"turn {turn + 1}: plain {plain / 1e6:.0f} MB/s; {learners} learners, run folder {'in memory' if place else 'on disk'}: "
-                  f"merged {found['bytes_per_s'] / 1e6:.0f} MB/s ({ratio:.3f}), {found['busy_s'] / found['spent']:.2f} cores, "
-                  f"{1e9 * found['busy_s'] / found['spent'] / found['bytes_per_s']:.2f} ns of CPU a byte", flush=True)  # fmt: skip
+            where = "in memory" if place else "on disk"
+            cores = found["busy_s"] / found["spent"]
+            print(f"turn {turn + 1}: plain {plain / 1e6:.0f} MB/s; {learners} learners, run folder {where}: merged "
+                  f"{found['bytes_per_s'] / 1e6:.0f} MB/s ({ratio:.3f}), {cores:.2f} cores, "
+                  f"{1e9 * cores / found['bytes_per_s']:.2f} ns of CPU a byte", flush=True)  # fmt: skip
     ratio = statistics.median(ratios)
     empty = run_syncer(4, 64, 1 << 10, seconds)["peak"]
     full = run_syncer(4, 64, 1 << 20, seconds)
     memory = (full["peak"] - empty) / full["parameters"]
-    print(f"memory: {empty / 1e6:.0f} MB with next to no model, {full['peak'] / 1e6:.0f} MB with {full['parameters'] / 1e6:.0f}M parameters: "
-          f"{memory:.1f} bytes a parameter, contributions and merges under way included", flush=True)  # fmt: skip
+    print(f"memory: {empty / 1e6:.0f} MB with next to no model, {full['peak'] / 1e6:.0f} MB with "
+          f"{full['parameters'] / 1e6:.0f}M parameters: {memory:.1f} bytes each, with all that is under way", flush=True)  # fmt: skip
     costs = {}
     for learners, fragments in ((2, 8), (8, 8), (64, 8), (8, 64)):
         found = run_syncer(learners, fragments, 1 << 16, seconds)
