@@ -1,7 +1,7 @@
 """How many bytes of contributions a syncer merges in a second, beside what a plain gRPC stream of the same bytes reaches; what
 a merge costs as learners and fragments grow; and how much memory it takes.
 
-    python benchmarks/syncer.py [--quick]
+    python benchmarks/syncer.py [--quick] [--profile]
 
 The syncer is a process of its own. Learners are made of bare calls in this one: they answer every question at once with bytes
 made beforehand, so that all the time there is goes into sending, receiving, checking, decoding, merging and storing. The
@@ -18,6 +18,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ import torch
 from torch import nn
 
 import skerry
-from skerry.core.codec import checksum, codec, raw_bytes
+from skerry.core.codec import byte_tensor, checksum, codec, raw_bytes
 from skerry.core.fragment import split
+from skerry.core.merge import FragmentState, merge, nesterov, norms_of, publish, radial_mean
 from skerry.core.tensors import model_tensors
+from skerry.syncer.memory import keep_freed_memory
+from skerry.syncer.run_folder import state_checksum, write_version
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import chunk, count_chunks
+from skerry.wire.chunks import Assembly, chunk, count_chunks
 from skerry.wire.client import describe
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, open_channel
 from skerry.wire.parcel import Parcel
@@ -221,12 +225,59 @@ def _read_only(pipe: Any) -> None:
     asyncio.run(serve())
 
 
+def profile(learners: int = 8, numel: int = 1 << 22) -> None:
+    """Where a merge's time goes: the syncer's own functions, one after the other on one core."""
+    layout = split([spec for spec, _ in model_tensors(Wide(1, numel))], 1)
+    [fragment] = layout.fragments
+    data, bf16 = contributions(numel), codec("bf16")
+    deltas = [bf16.decode(byte_tensor(data[n % len(data)]), numel) for n in range(learners)]
+    norms = [norms_of(fragment, delta) for delta in deltas]
+    before = FragmentState.fresh(torch.zeros(numel))
+    after = merge(layout, fragment, before, deltas, [1.0] * learners, radial=True, lr=0.5, momentum=0.8, norms=norms)
+    shown, encoded = publish(before, after, bf16)
+    with tempfile.TemporaryDirectory() as parent:
+        (Path(parent) / "fragments").mkdir()
+        steps: list[tuple[str, int, Callable[[], object]]] = [
+            ("put chunks together", learners, lambda: _assembled(data[0])),
+            ("checksum", learners, lambda: checksum(data[0])),
+            ("norms", learners, lambda: norms_of(fragment, deltas[0])),
+            ("mean of all", 1, lambda: radial_mean(deltas, [1.0] * learners, norms=[of[0] for of in norms])),
+            ("outer step", 1, lambda: nesterov(before, after.momentum, 0.5, 0.8)),
+            ("what is published, and its checksum", 1, lambda: checksum(raw_bytes(publish(before, after, bf16)[1]))),
+            ("checksum of what is stored", 1, lambda: state_checksum(shown)),
+            ("write and sync", 1, lambda: write_version(Path(parent), "version", shown)),
+        ]
+        print(f"{learners} contributions of {numel:,} elements in bf16, nanoseconds for each of their bytes:")
+        for name, times, work in steps:
+            work()
+            took = min(_timed(work) for _ in range(5))
+            print(f"  {name:36s} {1e9 * took * times / (learners * len(encoded)):6.3f}")
+
+
+def _assembled(data: memoryview) -> Assembly:
+    found = Assembly(len(data), 0)
+    for number in range(found.chunks):
+        found.add(number, chunk(data, number))
+    return found
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="only say where a merge's time goes")
     options = parser.parse_args()
     seconds = 5.0 if options.quick else 15.0
     torch.set_num_threads(1)
+    if options.profile:
+        keep_freed_memory()
+        profile()
+        return
     ratios = []
     for turn in range(1 if options.quick else 3):
         plain = plain_stream(seconds / 3)
@@ -245,7 +296,7 @@ def main() -> None:
     full = run_syncer(4, 64, 1 << 20, seconds)
     memory = (full["peak"] - empty) / full["parameters"]
     print(f"memory: {empty / 1e6:.0f} MB with next to no model, {full['peak'] / 1e6:.0f} MB with "
-          f"{full['parameters'] / 1e6:.0f}M parameters: {memory:.1f} bytes each, with all that is under way", flush=True)  # fmt: skip
+          f"{full['parameters'] / 1e6:.0f}M parameters: {memory:.1f} bytes each, all included", flush=True)  # fmt: skip
     costs = {}
     for learners, fragments in ((2, 8), (8, 8), (64, 8), (8, 64)):
         found = run_syncer(learners, fragments, 1 << 16, seconds)

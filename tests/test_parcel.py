@@ -7,6 +7,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skerry.wire import parcel
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.parcel import Parcel, pack, unpack
 
@@ -43,7 +44,16 @@ def test_of_any_bytes_a_parcel_says_what_protobuf_says_or_refuses_them(data: byt
     assert whole == found.message
 
 
-@pytest.mark.parametrize("data", [b"\xff" * 3, b"\xff" * 20, b"\x22", b"\x22\x05abc", b"\x20\x01", b"\x12\x02\x08"])
-def test_what_is_cut_off_or_is_of_another_type_is_refused(data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"\xff" * 3, b"\xff" * 20, b"\x22", b"\x22\x05abc", b"\x12\x02\x08"])
+def test_what_is_cut_off_is_refused(data: bytes) -> None:
     with pytest.raises(DecodeError):
         unpack(pb.BulkToSyncer)(data)
+
+
+def test_a_message_of_very_many_fields_is_not_taken_apart_here(monkeypatch) -> None:
+    """It would take the event loop seconds."""
+    looked_at = []
+    read = parcel._read_varint
+    monkeypatch.setattr(parcel, "_read_varint", lambda data, at: looked_at.append(at) or read(data, at))
+    found = unpack(pb.BulkToSyncer)(b"\x0a\x00" * 100_000 + b"\x22\x01x" + b"\x78\x01")
+    assert found == Parcel(found.message, b"x") and found.message.HasField("hello") and len(looked_at) < 20

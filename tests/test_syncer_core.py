@@ -46,7 +46,7 @@ from skerry.core.messages import (
     WakeAt,
     Welcome,
 )
-from skerry.core.quorum import REST
+from skerry.core.quorum import ENOUGH, REST
 from skerry.core.rollback import MAX_ROLLBACKS
 from skerry.core.standing import Counted, FragmentProgress, Standing
 from skerry.core.syncer import LAST_CHANCE, RETRY_STORE_S, RETURN_S, SyncerCore
@@ -580,35 +580,50 @@ def test_when_an_exchange_takes_longer_than_it_may_a_merge_waits_as_long_again()
     assert len(of(Merge, run.give("b"))) == 1
 
 
+def exchanges(run: Run, count: int, taken_s: float) -> int:
+    """So many merges, of which each takes so long; a step takes 0.1 s. Gives the step they end at."""
+    step = 0
+    for _ in range(count):
+        step += 4
+        run.report("a", step, step_time_s=0.1), run.report("b", step, step_time_s=0.1)
+        run.now += taken_s / 2
+        run.give("a"), run.give("b")
+        run.now += taken_s / 2
+        run.store()
+    return step
+
+
 def test_a_fragment_rests_when_exchanges_take_longer_than_they_may() -> None:
     """Else islands would spend all their time on work that is overwritten."""
-    run = running("a", "b", quorum=1, overlap=1, grace=0.5)
-    for name in "ab":
-        run.report(name, 3, step_time_s=0.1)
-    run.report("a", 4), run.report("b", 4)
-    run.now = 0.5
-    run.give("a"), run.give("b")
-    run.now = 0.75
-    run.store()
-    rested = 0.75 + REST * (0.5 + 0.25)
-    run.now = 4.0
-    for step in (8, 12):
-        assert not of(Ask, run.report("a", step)) and not of(Ask, run.report("b", step)), "it is due, and rests"
-    assert run.core.fragments[0].rests_until == rested
+    run = running("a", "b", quorum=2, overlap=1)
+    step = exchanges(run, ENOUGH, 0.75)
+    rested = run.now + REST * 0.75
+    run.now += 3.0
+    for later in (step + 4, step + 8):
+        assert not of(Ask, run.report("a", later)) and not of(Ask, run.report("b", later)), "it is due, and rests"
     assert of(WakeAt, run.send(Tick())) == [WakeAt(rested)]
     run.now = rested
     assert {ask.name for ask in of(Ask, run.send(Tick()))} == {"a", "b"}, "then it has its turn without another report"
 
 
-@pytest.mark.parametrize(("taken_s", "lock_step"), [(2.0, False), (9.0, True)])
-def test_no_fragment_rests_while_exchanges_take_no_longer_than_they_may_nor_in_lock_step(taken_s, lock_step) -> None:
-    run = running("a", "b", quorum=0, overlap=3, wait=lock_step)
-    for name in "ab":
-        run.report(name, 4, step_time_s=1.0)
-    run.now = taken_s
-    run.give("a"), run.give("b"), run.store()
-    run.report("a", 8)
-    assert of(Ask, run.report("b", 8))
+@pytest.mark.parametrize(
+    ("taken_s", "settings"),
+    [(0.25, {}), (0.75, {"quorum": 0, "wait": True}), (0.75, {"adopt": "carry"})],
+    ids=["short enough", "lock-step", "nothing is overwritten"],
+)
+def test_no_fragment_rests_without_need(taken_s: float, settings: dict[str, Any]) -> None:
+    run = running("a", "b", **{"quorum": 2, "overlap": 3, **settings})
+    step = exchanges(run, ENOUGH + 1, taken_s)
+    run.report("a", step + 4)
+    assert of(Ask, run.report("b", step + 4))
+
+
+def test_one_long_stall_is_no_reason_to_rest_or_to_wait_longer() -> None:
+    run = running("a", "b", quorum=2, overlap=3)
+    exchanges(run, ENOUGH, 0.25)
+    usual = run.core.grace.seconds(0.1)
+    run.core.grace.quorum_time.add(1e6), run.core.grace.sync_time.add(1e6)
+    assert run.core.grace.seconds(0.1) == usual and run.core.grace.rest(0.1) == 0.0
 
 
 def test_the_time_to_merge_and_store_is_taken_off_the_next_grace_window() -> None:
@@ -859,9 +874,8 @@ def test_a_jump_of_the_clock_loses_learners_but_not_the_run() -> None:
     assert [share.name for share in merge.shares] == ["a"]
     run.store()
     run.join("a", step=6, tokens=60, held=(0,)), run.join("b", step=6, tokens=60, held=(0,))
-    run.wait(SILENCE_S / 2)
-    run.report("a", 8), run.report("b", 8)
-    assert asked(run.wait(SILENCE_S / 2)) == {("a", 0, 8), ("b", 0, 8)}, "it rests no longer than silence is tolerated"
+    run.report("a", 8)
+    assert asked(run.report("b", 8)) == {("a", 0, 8), ("b", 0, 8)}
 
 
 def test_lock_step_waits_for_one_that_is_away_until_it_counts_as_silent_and_not_longer() -> None:

@@ -1,7 +1,7 @@
 """The numerics of one merge: contributions in, the next version of a fragment out. All in fp32, on flat vectors.
 
-Vectors are worked through in blocks that stay in the processor's cache: memory is read and written once for each of the two
-passes that a merge takes. Contributions may come in any type that holds their values; no copy of a whole one is made.
+Vectors are worked through in blocks that stay in the processor's cache, so each contribution is read from memory once for its
+norms and once for its share of the mean. It may come in any type that holds its values; no copy of a whole one is made.
 
 A contribution is progress: the version the learner had adopted minus what it has now. With every learner on the current
 version that is the paper's Θ − θ; a learner one version behind then adds what it learned instead of pulling the global
@@ -59,7 +59,7 @@ def weight(tokens: int, steps: int) -> float:
 
 BLOCK = 1 << 17
 """Elements at a time."""
-ROW = 1 << 15
+ROW = 1 << 14
 """Elements that are summed up at a time. torch does that in one thread, so a sum does not depend on how many there are."""
 
 
@@ -71,7 +71,7 @@ def _blocks(vector: Tensor) -> Iterator[slice]:
 
 
 def norm(vector: Tensor) -> float:
-    """The Euclidean norm; not finite if an element is not."""
+    """The Euclidean norm to five digits or more; not finite if an element is not."""
     return math.sqrt(sum(_square_norm(vector[here]) for here in _blocks(vector)))
 
 
@@ -90,14 +90,12 @@ def _square_norm(block: Tensor) -> float:
     for rows in (block[:whole_rows].view(-1, ROW), block[whole_rows:].view(1, -1)):
         if rows.numel():
             lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).tolist()
-            found += sum(_exact(rows, number, length) ** 2 for number, length in enumerate(lengths))
+            inexact = [number for number, length in enumerate(lengths) if not _SMALL < length < _LARGE]
+            found += sum(length * length for length in lengths if _SMALL < length < _LARGE)
+            if inexact:
+                lengths = torch.linalg.vector_norm(rows[inexact], dim=1, dtype=torch.float64).tolist()
+                found += sum(length * length for length in lengths)
     return found
-
-
-def _exact(rows: Tensor, number: int, length: float) -> float:
-    if _SMALL < length < _LARGE:
-        return length
-    return float(torch.linalg.vector_norm(rows[number], dtype=torch.float64))
 
 
 def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -124,12 +122,13 @@ CANCELLED = 1e-4
 """Directions whose mean is shorter than this cancel out. What is left is rounding, and has no direction to keep."""
 
 
-def radial_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def radial_mean(deltas: Sequence[Tensor], weights: Sequence[float], norms: Sequence[float] | None = None) -> Tensor:
     """Radial-directional averaging: the mean length times the mean direction.
 
     Progress vectors of different learners are nearly orthogonal, so their plain mean shrinks as 1/√M; this keeps the length.
     """
-    return _radial_mean(deltas, weights, [norm(delta) for delta in deltas], torch.empty_like(deltas[0], dtype=torch.float32))
+    norms = norms or [norm(delta) for delta in deltas]
+    return _radial_mean(deltas, weights, norms, torch.empty_like(deltas[0], dtype=torch.float32))
 
 
 def _radial_mean(deltas: Sequence[Tensor], weights: Sequence[float], norms: Sequence[float], result: Tensor) -> Tensor:
@@ -175,8 +174,6 @@ def merge(
 ) -> FragmentState:
     """The next version of a fragment. `presence` scales the progress when live learners are missing from the merge. `norms` are
     those of each contribution, as `norms_of` gives them, if somebody has worked them out."""
-    if norms is None:
-        norms = [norms_of(fragment, delta) for delta in deltas] if radial else []
     progress = torch.empty_like(state.values)
     statistics = torch.zeros(fragment.numel, dtype=torch.bool) if _has_statistics(layout, fragment) else None
     at = 0
@@ -186,7 +183,8 @@ def merge(
         rule = layout.tensors[piece.tensor].rule
         parts = [delta[here] for delta in deltas]
         if radial and rule == "radial":
-            _radial_mean(parts, weights, [of[number] for of in norms], progress[here])
+            lengths = [of[number] for of in norms] if norms is not None else [norm(part) for part in parts]
+            _radial_mean(parts, weights, lengths, progress[here])
         else:
             _mean(parts, weights, progress[here])
         if rule == "average" and statistics is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 
 
@@ -19,8 +21,23 @@ class MovingAverage:
         return default if self.value is None else self.value
 
 
+@dataclass
+class Typical:
+    """The median of what was seen lately: what happens once, a stall or a jump of the clock, does not count."""
+
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=15))
+
+    def add(self, sample: float) -> None:
+        self.samples.append(sample)
+
+    def get(self) -> float:
+        return statistics.median_low(self.samples) if self.samples else 0.0
+
+
 REST = 8.0
 """Times what an exchange takes: with overwriting, what islands do while one is under way is lost, so this keeps that rare."""
+ENOUGH = 3
+"""Exchanges that must have been seen before a fragment rests."""
 
 
 @dataclass
@@ -35,8 +52,8 @@ class GraceWindow:
 
     share: float
     overlap: int
-    quorum_time: MovingAverage = field(default_factory=MovingAverage)
-    sync_time: MovingAverage = field(default_factory=MovingAverage)
+    quorum_time: Typical = field(default_factory=Typical)
+    sync_time: Typical = field(default_factory=Typical)
 
     @property
     def taken(self) -> float:
@@ -48,4 +65,5 @@ class GraceWindow:
 
     def rest(self, step_time_s: float) -> float:
         """How long a merged fragment is left alone, though it may be due again, if exchanges take longer than they may."""
-        return REST * self.taken if self.taken > self.overlap * step_time_s else 0.0
+        known = step_time_s > 0 and len(self.sync_time.samples) >= ENOUGH
+        return REST * self.taken if known and self.taken > max(self.overlap, 1) * step_time_s else 0.0

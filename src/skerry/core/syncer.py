@@ -472,9 +472,9 @@ class SyncerCore:
         fragment.round = None
         self.merges += 1
         self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
-        self.grace.sync_time.add(min(now - gathering.merging_since, self.sync.silence_s))
-        if not self.sync.wait:
-            fragment.rests_until = now + min(self.grace.rest(self._step_time()), self.sync.silence_s)
+        self.grace.sync_time.add(now - gathering.merging_since)
+        if not self.sync.wait and self.sync.adopt != "carry":  # what is carried over is not lost
+            fragment.rests_until = now + self.grace.rest(self._step_time())
         total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
             learner = self.learners[name]
@@ -683,7 +683,7 @@ class SyncerCore:
             quorum = min(self.sync.quorum or len(gathering.asked), len(gathering.asked))
             if gathering.quorum_at is None and len(gathering.arrived) >= quorum:
                 gathering.quorum_at = now
-                self.grace.quorum_time.add(min(now - gathering.opened_at, self.sync.silence_s))
+                self.grace.quorum_time.add(min(now - gathering.opened_at, LAST_CHANCE * self.sync.silence_s))
                 gathering.deadline = now + self.grace.seconds(self._step_time())
             if not missing or (now >= self._deadline(gathering)):
                 self._order_merge(index, fragment, gathering, now, actions)

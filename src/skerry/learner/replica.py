@@ -1,7 +1,7 @@
 """A model's tensors seen as fragments: snapshots out, merged versions in. Knows nothing of the network or of rounds.
 
 Snapshots may be taken by another thread while forward and backward passes run; only the optimizer's step and adoption
-write parameters, and both hold the gate. On a GPU the gate orders work between streams, and no thread waits on the host.
+write parameters, and both hold the gate. On a GPU the gate orders work between streams, and training never waits on the host.
 """
 
 from __future__ import annotations

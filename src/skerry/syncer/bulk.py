@@ -242,7 +242,7 @@ class Bulk:
     async def take(self, name: str, session: str, header: pb.Upload, assembly: Assembly) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
         numel = self._layout.fragments[header.fragment].numel
-        delta, norms = await asyncio.get_running_loop().run_in_executor(None, self._decode, header.fragment, assembly)
+        delta, norms, length = await asyncio.get_running_loop().run_in_executor(None, self._decode, header.fragment, assembly)
         # Much may have happened meanwhile.
         if len(self._last_sent) > MAX_REMEMBERED:
             self._last_sent.clear()  # names of learners that came and went; to forget the others costs one look
@@ -250,7 +250,7 @@ class Bulk:
         self._last_sent[name, header.fragment] = (header.checksum, header.upto)
         # The same answer sent again because the first did not get through covers the same steps.
         repeated = numel >= REPEAT_NUMEL and last is not None and last[0] == header.checksum and last[1] != header.upto
-        offer = dataclasses.replace(self.check(name, session, header), norm=self._length(delta, norms), repeated=repeated)
+        offer = dataclasses.replace(self.check(name, session, header), norm=length, repeated=repeated)
         why = self._host.core.why_unhealthy(offer)
         self._deltas[offer.fragment, offer.name] = delta, norms
         self._host.dispatch(offer)
@@ -259,20 +259,18 @@ class Bulk:
         if why is not None:
             raise Unhealthy(why)
 
-    def _decode(self, fragment: int, assembly: Assembly) -> tuple[Tensor, list[float]]:
+    def _decode(self, fragment: int, assembly: Assembly) -> tuple[Tensor, list[float], float]:
+        """The contribution, the norms of its tensors and of the whole, which is infinite if there is something in it that no
+        merge could digest."""
         try:
             data = assembly.finish()
         except WireError as error:
             raise Damaged(str(error)) from None
         of = self._layout.fragments[fragment]
         delta = self._received[fragment].decode(byte_tensor(data), of.numel)
-        return delta, norms_of(of, delta)
-
-    @staticmethod
-    def _length(delta: Tensor, norms: list[float]) -> float:
-        """Of the whole contribution; infinite if there is something in it that no merge could digest."""
+        norms = norms_of(of, delta)
         length = math.sqrt(sum(norm * norm for norm in norms))
-        if length <= MAX_PROGRESS:
-            return length
-        low, high = torch.aminmax(delta)  # of what is no number, comparisons are false
-        return length if max(-float(low), float(high)) <= MAX_PROGRESS else math.inf
+        if not length <= MAX_PROGRESS:  # one element may be too large, or no number, of which comparisons are false
+            low, high = torch.aminmax(delta)
+            length = length if max(-float(low), float(high)) <= MAX_PROGRESS else math.inf
+        return delta, norms, length

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from skerry.core.codec import checksum
+import xxhash
+
 from skerry.core.syncer import SyncerCore
 from skerry.durable import sync_path, write_durably
 from skerry.errors import StoreError
@@ -171,11 +172,12 @@ def _finish(partial: Path, final: Path, facts: dict[str, Any]) -> None:
 
 
 def _checksum(path: Path) -> int:
-    found = 0
+    """The same as `checksum` of the whole file."""
+    found = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(READ_BYTES):
-            found = checksum(chunk, found)
-    return found
+            found.update(chunk)
+    return found.intdigest() & 0xFFFFFFFF
 
 
 async def _in_thread(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -112,6 +112,8 @@ class Recording:
 
 def first_difference(one: Path, other: Path) -> str | None:
     """Where two runs first differ, by their tapes, in words; None if one is the beginning of the other."""
+    for folder in (one, other):
+        read_identity(folder)  # says so if it is the folder of another version, with other checksums
     tapes = [_merged(folder) for folder in (one, other)]
     for number, (a, b) in enumerate(zip(*tapes, strict=False), 1):
         what = [key for key in ("fragment", "version", "step") if a.data[key] != b.data[key]]

@@ -18,6 +18,8 @@ M = TypeVar("M", pb.BulkToSyncer, pb.BulkToLearner)
 
 _LENGTH_DELIMITED = 2
 """The wire type of messages and bytes, which is all there is at this level."""
+_USUAL_FIELDS = 4
+"""A message that has more of them is nothing we would send, and is left to protobuf, which is quick with any number."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,23 @@ def unpack(kind: type[M]) -> Callable[[bytes], Parcel[M]]:
     """What takes bytes apart. It raises DecodeError if they are not a message of that kind."""
     field = _chunk_field(kind)
 
+    def unusual(data: bytes) -> Parcel[M]:
+        message = kind.FromString(data)
+        chunk = message.chunk
+        message.ClearField("chunk")
+        return Parcel(message, chunk)
+
     def take_apart(data: bytes) -> Parcel[M]:
         view = memoryview(data)
         head: list[memoryview] = []
         chunk: bytes | memoryview = b""
-        at = 0
+        at = fields = 0
         while at < len(data):
             start = at
             key, at = _read_varint(data, at)
-            if key & 7 != _LENGTH_DELIMITED:
-                raise DecodeError("a field of another type")
+            fields += 1
+            if key & 7 != _LENGTH_DELIMITED or fields > _USUAL_FIELDS:
+                return unusual(data)
             size, at = _read_varint(data, at)
             if at + size > len(data):
                 raise DecodeError("a field that is cut off")
