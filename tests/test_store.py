@@ -114,7 +114,7 @@ def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
             ask(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 3}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 4}'])
 def test_a_damaged_run_file_is_named(folder: Path, text: str) -> None:
     (folder / "run.json").write_text(text)
     with pytest.raises(StoreError, match=f"{folder}/run.json cannot be read"):
@@ -123,8 +123,8 @@ def test_a_damaged_run_file_is_named(folder: Path, text: str) -> None:
 
 def test_a_run_of_another_format_is_refused(folder: Path) -> None:
     text = (folder / "run.json").read_text()
-    (folder / "run.json").write_text(text.replace('"format": 3', '"format": 1'))
-    with pytest.raises(StoreError, match=f"{folder} has run format 1, this Skerry reads 3"):
+    (folder / "run.json").write_text(text.replace('"format": 4', '"format": 1'))
+    with pytest.raises(StoreError, match=f"{folder} has run format 1, this Skerry reads 4"):
         read_identity(folder)
 
 
