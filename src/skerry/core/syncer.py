@@ -580,6 +580,7 @@ class SyncerCore:
     def _open_rounds(self, now: float, actions: list[Action]) -> None:
         if self.phase == "running" and self._waits_for_returns(now):
             return
+        leaving = [learner for learner in self.learners.values() if learner.phase == "leaving"]
         for index, fragment in enumerate(self.fragments):
             if fragment.restoring:
                 continue
@@ -589,9 +590,7 @@ class SyncerCore:
             if self.phase != "running":
                 return
             due = self.schedule.last_due(index, self.step)
-            owing = {
-                name for name, learner in self.learners.items() if learner.phase == "leaving" and index in (learner.owes or ())
-            }
+            owing = {learner.name for learner in leaving if index in (learner.owes or ())}
             if fragment.round is not None:
                 self._ask_again(index, fragment.round, due, owing, actions)
             elif (due > fragment.merged_step and now >= fragment.rests_until) or owing:
@@ -744,8 +743,10 @@ class SyncerCore:
                 actions.append(Ended())
             return
         for learner in self.learners.values():
-            in_a_round = any(f.round and learner.name in f.round.asked | set(f.round.arrived) for f in self.fragments)
-            if learner.phase == "leaving" and not learner.owes and not in_a_round:
+            if learner.phase != "leaving" or learner.owes:
+                continue
+            rounds = [fragment.round for fragment in self.fragments if fragment.round]
+            if not any(learner.name in gathering.asked or learner.name in gathering.arrived for gathering in rounds):
                 learner.phase = "gone"
                 self._desk.take_back(learner.name, "it has left", actions)
                 actions.append(Record("left", {"learner": learner.name}))
