@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -1099,3 +1100,23 @@ def test_an_island_that_leaves_has_told_of_its_last_step(folder: Path, start_syn
     assert sent[: sent.index("leaving")].count("report") >= 1
     syncer.stop()
     assert read_standing(folder).tokens == 4 * learner._exchange.totals.steps
+
+
+def test_an_island_whose_clock_is_put_back_is_not_silent_until_it_has_caught_up(folder: Path, start_syncer) -> None:
+    class PutBack:
+        by = 0.0
+
+        def now(self) -> float:
+            return time.monotonic() - self.by
+
+    clock = PutBack()
+    model = small_model()
+    optimizer = adamw(model)
+    address = start_syncer(skerry.create(folder, model, SyncConfig(fragments=2, every=4))).address
+    learner = join(address, model, optimizer, clock=clock)
+    train_until(lambda: len(tape(folder, "merged")) >= 4, model, optimizer)
+    clock.by = 10_000.0
+    before = len(tape(folder, "merged"))
+    train_until(lambda: len(tape(folder, "merged")) >= before + 4, model, optimizer)
+    assert not tape(folder, "lost") and len(tape(folder, "joined")) == 1
+    learner.detach()

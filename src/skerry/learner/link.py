@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import threading
 import uuid
@@ -149,8 +150,7 @@ class Link:
             with self.changed:
                 exchange.stop()
         limit_s = LOW_REPORT_S if self.pools and self.leases.low else REPORT_EVERY_S
-        late = self._clock.now() - self._reported_at >= limit_s
-        if late or exchange.schedule.due(exchange.step):
+        if self._since_report() >= limit_s or exchange.schedule.due(exchange.step):
             self._to_report = True
             self.wake()
         elif exchange.has_questions():
@@ -320,7 +320,7 @@ class Link:
             await asyncio.sleep(HEARTBEAT_S)
             stream.drop_if_silent(self.exchange.sync.silence_s)
             lanes.drop_if_stuck()
-            if self._clock.now() - self._reported_at >= HEARTBEAT_S / 2:
+            if self._since_report() >= HEARTBEAT_S / 2:
                 self._report()
             if self.courier is not None and self.courier.time_to_keep(self._clock.now()):
                 self.spawn(self.off_loop(self.courier.keep_now))
@@ -436,7 +436,7 @@ class Link:
             self.spawn(self._transfers.fetch(version))
         if answerable:
             self._transfers.answer()
-        wait = self._reported_at + REPORT_PAUSE_S - self._clock.now()
+        wait = REPORT_PAUSE_S - self._since_report()
         if not self._to_report:
             return
         if wait <= 0:
@@ -444,6 +444,10 @@ class Link:
         elif not self._pump_pending:
             self._pump_pending = True
             self._loop.call_later(wait, self._guarded, self.pump)
+
+    def _since_report(self) -> float:
+        passed = self._clock.now() - self._reported_at
+        return passed if passed >= 0 else math.inf  # a clock that was put back is no reason for silence
 
     def _report(self) -> None:
         exchange = self.exchange
