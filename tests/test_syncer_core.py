@@ -46,7 +46,7 @@ from skerry.core.messages import (
     WakeAt,
     Welcome,
 )
-from skerry.core.quorum import ENOUGH, REST
+from skerry.core.quorum import LONGEST, REST
 from skerry.core.rollback import MAX_ROLLBACKS
 from skerry.core.standing import Counted, FragmentProgress, Standing
 from skerry.core.syncer import LAST_CHANCE, RETRY_STORE_S, RETURN_S, SyncerCore
@@ -596,7 +596,7 @@ def exchanges(run: Run, count: int, taken_s: float) -> int:
 def test_a_fragment_rests_when_exchanges_take_longer_than_they_may() -> None:
     """Else islands would spend all their time on work that is overwritten."""
     run = running("a", "b", quorum=2, overlap=1)
-    step = exchanges(run, ENOUGH, 0.75)
+    step = exchanges(run, 1, 0.75)
     rested = run.now + REST * 0.75
     run.now += 3.0
     for later in (step + 4, step + 8):
@@ -613,17 +613,17 @@ def test_a_fragment_rests_when_exchanges_take_longer_than_they_may() -> None:
 )
 def test_no_fragment_rests_without_need(taken_s: float, settings: dict[str, Any]) -> None:
     run = running("a", "b", **{"quorum": 2, "overlap": 3, **settings})
-    step = exchanges(run, ENOUGH + 1, taken_s)
+    step = exchanges(run, 4, taken_s)
     run.report("a", step + 4)
     assert of(Ask, run.report("b", step + 4))
 
 
-def test_one_long_stall_is_no_reason_to_rest_or_to_wait_longer() -> None:
-    run = running("a", "b", quorum=2, overlap=3)
-    exchanges(run, ENOUGH, 0.25)
-    usual = run.core.grace.seconds(0.1)
-    run.core.grace.quorum_time.add(1e6), run.core.grace.sync_time.add(1e6)
-    assert run.core.grace.seconds(0.1) == usual and run.core.grace.rest(0.1) == 0.0
+def test_after_a_long_stall_nothing_rests_or_waits_for_long() -> None:
+    run = running("a", "b", quorum=2, overlap=1)
+    exchanges(run, 1, 1.5 * SILENCE_S)
+    period = run.core.sync.every * 0.1
+    assert run.core.fragments[0].rests_until == pytest.approx(run.now + REST * LONGEST * period)
+    assert run.core.grace.seconds(0.1) <= LONGEST * period
 
 
 def test_the_time_to_merge_and_store_is_taken_off_the_next_grace_window() -> None:

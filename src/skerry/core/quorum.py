@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from dataclasses import dataclass, field
 
 
@@ -21,23 +19,11 @@ class MovingAverage:
         return default if self.value is None else self.value
 
 
-@dataclass
-class Typical:
-    """The median of what was seen lately: what happens once, a stall or a jump of the clock, does not count."""
-
-    samples: deque[float] = field(default_factory=lambda: deque(maxlen=15))
-
-    def add(self, sample: float) -> None:
-        self.samples.append(sample)
-
-    def get(self) -> float:
-        return statistics.median_low(self.samples) if self.samples else 0.0
-
-
 REST = 8.0
 """Times what an exchange takes: with overwriting, what islands do while one is under way is lost, so this keeps that rare."""
-ENOUGH = 3
-"""Exchanges that must have been seen before a fragment rests."""
+LONGEST = 3.0
+"""Times H steps: an exchange is not reckoned with as longer than this. After a stall that held up many of them, merging goes
+on as usual within a while that islands hardly notice."""
 
 
 @dataclass
@@ -52,18 +38,19 @@ class GraceWindow:
 
     share: float
     overlap: int
-    quorum_time: Typical = field(default_factory=Typical)
-    sync_time: Typical = field(default_factory=Typical)
+    every: int
+    quorum_time: MovingAverage = field(default_factory=MovingAverage)
+    sync_time: MovingAverage = field(default_factory=MovingAverage)
 
-    @property
-    def taken(self) -> float:
+    def taken(self, step_time_s: float) -> float:
         """What an exchange takes by itself."""
-        return self.quorum_time.get() + self.sync_time.get()
+        return min(self.quorum_time.get() + self.sync_time.get(), LONGEST * self.every * step_time_s)
 
     def seconds(self, step_time_s: float) -> float:
-        return self.share * max(self.overlap * step_time_s - self.taken, self.taken)
+        taken = self.taken(step_time_s)
+        return self.share * max(self.overlap * step_time_s - taken, taken)
 
     def rest(self, step_time_s: float) -> float:
         """How long a merged fragment is left alone, though it may be due again, if exchanges take longer than they may."""
-        known = step_time_s > 0 and len(self.sync_time.samples) >= ENOUGH
-        return REST * self.taken if known and self.taken > max(self.overlap, 1) * step_time_s else 0.0
+        taken = self.taken(step_time_s)
+        return REST * taken if taken > max(self.overlap, 1) * step_time_s else 0.0

@@ -96,7 +96,7 @@ class SyncerCore:
         self.step = standing.step
         self.phase: RunPhase = standing.phase
         self.banked_tokens = standing.banked_tokens
-        self.grace = GraceWindow(sync.grace, sync.overlap)
+        self.grace = GraceWindow(sync.grace, sync.overlap, sync.every)
         self.merges = 0
         self.participation: deque[float] = deque(maxlen=200)
         # Learners the last syncer process knew are away, not unknown: in lock-step their return is worth waiting for.
@@ -472,7 +472,7 @@ class SyncerCore:
         fragment.round = None
         self.merges += 1
         self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
-        self.grace.sync_time.add(now - gathering.merging_since)
+        self.grace.sync_time.add(min(now - gathering.merging_since, LAST_CHANCE * self.sync.silence_s))
         if not self.sync.wait and self.sync.adopt != "carry":  # what is carried over is not lost
             fragment.rests_until = now + self.grace.rest(self._step_time())
         total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())

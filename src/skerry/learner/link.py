@@ -50,6 +50,8 @@ REPORT_EVERY_S = 0.2
 LOW_REPORT_S = 0.05
 """The same when leases are about to run out."""
 REPORT_PAUSE_S = 0.01
+SOON_S = 1e-6
+"""Less is not waited for: it may be nothing but rounding."""
 ACCOUNT_EVERY_S = 1.0
 ROUND_TRIP_NEWEST = 0.3
 BACK_OFF_S = (0.2, 5.0)
@@ -439,7 +441,7 @@ class Link:
         wait = REPORT_PAUSE_S - self._since_report()
         if not self._to_report:
             return
-        if wait <= 0:
+        if wait <= SOON_S:
             self._report()
         elif not self._pump_pending:
             self._pump_pending = True
