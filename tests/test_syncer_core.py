@@ -606,6 +606,14 @@ def test_a_fragment_rests_when_exchanges_take_longer_than_they_may() -> None:
     assert {ask.name for ask in of(Ask, run.send(Tick()))} == {"a", "b"}, "then it has its turn without another report"
 
 
+def test_a_clock_that_is_put_back_ends_a_rest() -> None:
+    run = running("a", "b", quorum=2, overlap=1)
+    step = exchanges(run, 1, 0.75)
+    run.now -= 0.5
+    run.report("a", step + 4)
+    assert of(Ask, run.report("b", step + 4))
+
+
 @pytest.mark.parametrize(
     ("taken_s", "settings"),
     [(0.25, {}), (0.75, {"quorum": 0, "wait": True}), (0.75, {"adopt": "carry"})],
@@ -622,7 +630,7 @@ def test_after_a_long_stall_nothing_rests_or_waits_for_long() -> None:
     run = running("a", "b", quorum=2, overlap=1)
     exchanges(run, 1, 1.5 * SILENCE_S)
     period = run.core.sync.every * 0.1
-    assert run.core.fragments[0].rests_until == pytest.approx(run.now + REST * LONGEST * period)
+    assert run.core.fragments[0].rest_s == pytest.approx(REST * LONGEST * period)
     assert run.core.grace.seconds(0.1) <= LONGEST * period
 
 

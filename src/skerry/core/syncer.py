@@ -474,7 +474,7 @@ class SyncerCore:
         self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
         self.grace.sync_time.add(min(now - gathering.merging_since, LAST_CHANCE * self.sync.silence_s))
         if not self.sync.wait and self.sync.adopt != "carry":  # what is carried over is not lost
-            fragment.rests_until = now + self.grace.rest(self._step_time())
+            fragment.merged_at, fragment.rest_s = now, self.grace.rest(self._step_time())
         total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
             learner = self.learners[name]
@@ -593,7 +593,7 @@ class SyncerCore:
             owing = {learner.name for learner in leaving if index in (learner.owes or ())}
             if fragment.round is not None:
                 self._ask_again(index, fragment.round, due, owing, actions)
-            elif (due > fragment.merged_step and now >= fragment.rests_until) or owing:
+            elif (due > fragment.merged_step and not fragment.rests(now)) or owing:
                 trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
                 # A turn that was cancelled is tried again, but not with those who have answered it.
                 again = due == fragment.last_round and bool(fragment.declined & (trains | owing))
@@ -777,6 +777,6 @@ class SyncerCore:
         times += [self._expected_until] if self._waits_for_returns(now) else []
         times += [f.round.not_before for f in self.fragments if f.restoring and f.round and f.round.merging_since is None]
         times += [learner.heard_at + self.sync.silence_s for learner in self._live()]
-        times += [f.rests_until for f in self.fragments if f.round is None and now < f.rests_until]
+        times += [f.merged_at + f.rest_s for f in self.fragments if f.round is None and f.rests(now)]
         times = [time for time in times if time < math.inf]
         return max(min(times), now) if times else None
