@@ -317,7 +317,7 @@ class World:
             await asyncio.sleep(0.5)
             self.checks.held()
             if self.islands and all(island.alive and island.task.done() for island in self.islands.values()):
-                # All have left, for they had heard nothing for so long that they took the run for over: somebody goes on with it.
+                # They had heard nothing for so long that they took the run for over. Somebody goes on with it.
                 self.start_island(f"island-{len(self.net.hosts)}")
             if self.loop.time() > TIME_S:
                 raise Stuck(f"the run has not ended after {TIME_S:.0f} s")
