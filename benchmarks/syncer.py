@@ -67,6 +67,7 @@ class Caller:
         self._sums = [checksum(one) for one in data]
         self._specs = [spec for spec, _ in model_tensors(model)]
         self._versions = [0] * fragments
+        self._given = [0] * fragments
         self._step = 0
         self.sent = 0
 
@@ -109,7 +110,7 @@ class Caller:
         await self._control.write(pb.ToSyncer(report=report))
 
     async def _give(self, ask: pb.Ask) -> None:
-        number = (self._step + ask.fragment) % len(self._data)
+        number = self._given[ask.fragment] = (self._given[ask.fragment] + 1) % len(self._data)
         data = self._data[number]
         header = pb.Upload(
             fragment=ask.fragment, step=ask.step, base=self._versions[ask.fragment], steps=1, tokens=10, upto=self._step,
