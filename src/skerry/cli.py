@@ -229,7 +229,7 @@ def _syncer(options: argparse.Namespace) -> None:
     _part("syncer")
     from skerry.syncer.memory import keep_freed_memory
 
-    keep_freed_memory()
+    keep_freed_memory()  # before torch and gRPC start threads
     import asyncio
     import signal
 

@@ -7,6 +7,7 @@ operations that IEEE 754 rounds in one way only, and of sums that do not depend 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -104,4 +105,15 @@ def byte_tensor(data: memoryview) -> Tensor:
 
 def checksum(data: memoryview | bytes | bytearray, before: int = 0) -> int:
     """32 bits of XXH3: everything that is sent or stored passes through here, so it has to be as fast as memory."""
-    return xxhash.xxh3_64_intdigest(data, before) & 0xFFFFFFFF
+    return xxhash.xxh3_64_intdigest(data, before) & _32_BITS
+
+
+def checksum_in_parts(parts: Iterable[bytes]) -> int:
+    """The same as `checksum` of all of them together."""
+    found = xxhash.xxh3_64()
+    for part in parts:
+        found.update(part)
+    return found.intdigest() & _32_BITS
+
+
+_32_BITS = 0xFFFFFFFF

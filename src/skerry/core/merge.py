@@ -70,6 +70,11 @@ def _blocks(vector: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
+def norms_of(fragment: Fragment, delta: Tensor) -> list[float]:
+    """Of each tensor's part of a contribution."""
+    return [norm(part) for part in torch.split(delta, [piece.numel for piece in fragment.pieces])]
+
+
 def norm(vector: Tensor) -> float:
     """The Euclidean norm to five digits or more; not finite if an element is not."""
     return math.sqrt(sum(_square_norm(vector[here]) for here in _blocks(vector)))
@@ -79,11 +84,6 @@ _SMALL, _LARGE = 1e-15, 1e15
 """Outside of these the squares of some elements may be too small or too large for fp32."""
 
 
-def norms_of(fragment: Fragment, delta: Tensor) -> list[float]:
-    """Of each tensor's part of a contribution."""
-    return [norm(part) for part in torch.split(delta, [piece.numel for piece in fragment.pieces])]
-
-
 def _square_norm(block: Tensor) -> float:
     whole_rows = block.numel() // ROW * ROW
     found = 0.0
@@ -91,23 +91,25 @@ def _square_norm(block: Tensor) -> float:
         if rows.numel():
             lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).tolist()
             inexact = [number for number, length in enumerate(lengths) if not _SMALL < length < _LARGE]
-            found += sum(length * length for length in lengths if _SMALL < length < _LARGE)
             if inexact:
-                lengths = torch.linalg.vector_norm(rows[inexact], dim=1, dtype=torch.float64).tolist()
-                found += sum(length * length for length in lengths)
+                exact = torch.linalg.vector_norm(rows[inexact], dim=1, dtype=torch.float64).tolist()
+                for number, length in zip(inexact, exact, strict=True):
+                    lengths[number] = length
+            found += sum(length * length for length in lengths)
     return found
 
 
-def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def mean(deltas: Sequence[Tensor], weights: Sequence[float], out: Tensor | None = None) -> Tensor:
     """Weighted mean. The order of summation is the order given, so equal inputs give equal bits."""
-    return _mean(deltas, weights, torch.empty_like(deltas[0], dtype=torch.float32))
-
-
-def _mean(deltas: Sequence[Tensor], weights: Sequence[float], result: Tensor) -> Tensor:
+    result = _fp32_like(deltas[0]) if out is None else out
     total = sum(weights)
     for here in _blocks(result):
         _sum(deltas, [share / total for share in weights], here, result[here])
     return result
+
+
+def _fp32_like(vector: Tensor) -> Tensor:
+    return torch.empty_like(vector, dtype=torch.float32)
 
 
 def _sum(deltas: Sequence[Tensor], shares: Sequence[float], here: slice, result: Tensor) -> None:
@@ -122,29 +124,28 @@ CANCELLED = 1e-4
 """Directions whose mean is shorter than this cancel out. What is left is rounding, and has no direction to keep."""
 
 
-def radial_mean(deltas: Sequence[Tensor], weights: Sequence[float], norms: Sequence[float] | None = None) -> Tensor:
+def radial_mean(
+    deltas: Sequence[Tensor], weights: Sequence[float], norms: Sequence[float] | None = None, out: Tensor | None = None
+) -> Tensor:
     """Radial-directional averaging: the mean length times the mean direction.
 
     Progress vectors of different learners are nearly orthogonal, so their plain mean shrinks as 1/√M; this keeps the length.
     """
-    norms = norms or [norm(delta) for delta in deltas]
-    return _radial_mean(deltas, weights, norms, torch.empty_like(deltas[0], dtype=torch.float32))
-
-
-def _radial_mean(deltas: Sequence[Tensor], weights: Sequence[float], norms: Sequence[float], result: Tensor) -> Tensor:
+    result = _fp32_like(deltas[0]) if out is None else out
     if len(deltas) == 1:
         return result.copy_(deltas[0])
     total = sum(weights)
-    with_direction = [(delta, share / total / n) for delta, share, n in zip(deltas, weights, norms, strict=True) if n > NOTHING]
+    norms = [norm(delta) for delta in deltas] if norms is None else norms
+    pointing = [number for number, length in enumerate(norms) if length > NOTHING]
+    vectors, shares = [deltas[n] for n in pointing], [weights[n] / total / norms[n] for n in pointing]
     square_length = 0.0
-    for here in _blocks(result):
-        if with_direction:
-            _sum([delta for delta, _ in with_direction], [share for _, share in with_direction], here, result[here])
-            square_length += _square_norm(result[here])
+    for here in _blocks(result) if pointing else ():
+        _sum(vectors, shares, here, result[here])
+        square_length += _square_norm(result[here])
     length = math.sqrt(square_length)
     if length < CANCELLED:
-        return _mean(deltas, weights, result)
-    radius = sum(share * n for share, n in zip(weights, norms, strict=True)) / total
+        return mean(deltas, weights, result)
+    radius = sum(share * of for share, of in zip(weights, norms, strict=True)) / total
     return result.mul_(radius / length)
 
 
@@ -183,10 +184,9 @@ def merge(
         rule = layout.tensors[piece.tensor].rule
         parts = [delta[here] for delta in deltas]
         if radial and rule == "radial":
-            lengths = [of[number] for of in norms] if norms is not None else [norm(part) for part in parts]
-            _radial_mean(parts, weights, lengths, progress[here])
+            radial_mean(parts, weights, [of[number] for of in norms] if norms is not None else None, progress[here])
         else:
-            _mean(parts, weights, progress[here])
+            mean(parts, weights, progress[here])
         if rule == "average" and statistics is not None:
             statistics[here] = True
     if presence != 1.0:

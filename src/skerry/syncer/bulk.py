@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,14 @@ class Host(Protocol):
     def journal(self, name: str, session: str, text: str) -> None: ...
 
 
+class Gathered(NamedTuple):
+    """A contribution that waits to be merged."""
+
+    delta: Tensor
+    norms: list[float]
+    """Of each of its tensors."""
+
+
 class Bulk:
     def __init__(self, layout: Layout, sync: SyncConfig, fixed: bytes, host: Host) -> None:
         self._layout = layout
@@ -58,8 +66,8 @@ class Bulk:
         self._shown = [fragment_codec(sync.publish, layout, fragment) for fragment in layout.fragments]
         self._published: list[Published | None] = [None] * len(layout.fragments)
         self._published.append(Published(0, "safetensors", memoryview(fixed)))
-        self._deltas: dict[tuple[int, str], tuple[Tensor, list[float]]] = {}
-        """Contributions that wait to be merged, with the norms of their tensors."""
+        self._gathered: dict[tuple[int, str], Gathered] = {}
+        """By fragment and learner."""
         self._receiving: dict[tuple[str, int], Receiving] = {}
         """By learner and fragment."""
         self._last_sent: dict[tuple[str, int], tuple[int, int]] = {}
@@ -88,17 +96,17 @@ class Bulk:
     def publish(self, fragment: int, published: Published) -> None:
         self._published[fragment] = published
 
-    def gathered(self, fragment: int, names: Sequence[str]) -> list[tuple[Tensor, list[float]]]:
-        return [self._deltas[fragment, name] for name in names]
+    def gathered(self, fragment: int, names: Sequence[str]) -> list[Gathered]:
+        return [self._gathered[fragment, name] for name in names]
 
     def merged(self, fragment: int, names: Sequence[str]) -> None:
         for name in names:
-            self._deltas.pop((fragment, name), None)
+            self._gathered.pop((fragment, name), None)
 
     def forget(self, fragment: int) -> None:
         """What was gathered for this fragment is not wanted any more."""
-        for key in [key for key in self._deltas if key[0] == fragment]:
-            del self._deltas[key]
+        for key in [key for key in self._gathered if key[0] == fragment]:
+            del self._gathered[key]
 
     # ------------------------------------------------------------ a learner's stream
 
@@ -242,7 +250,7 @@ class Bulk:
     async def take(self, name: str, session: str, header: pb.Upload, assembly: Assembly) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
         numel = self._layout.fragments[header.fragment].numel
-        delta, norms, length = await asyncio.get_running_loop().run_in_executor(None, self._decode, header.fragment, assembly)
+        gathered, length = await asyncio.get_running_loop().run_in_executor(None, self._decode, header.fragment, assembly)
         # Much may have happened meanwhile.
         if len(self._last_sent) > MAX_REMEMBERED:
             self._last_sent.clear()  # names of learners that came and went; to forget the others costs one look
@@ -252,16 +260,15 @@ class Bulk:
         repeated = numel >= REPEAT_NUMEL and last is not None and last[0] == header.checksum and last[1] != header.upto
         offer = dataclasses.replace(self.check(name, session, header), norm=length, repeated=repeated)
         why = self._host.core.why_unhealthy(offer)
-        self._deltas[offer.fragment, offer.name] = delta, norms
+        self._gathered[offer.fragment, offer.name] = gathered
         self._host.dispatch(offer)
         if why is not None or self._host.core.learners[name].quarantined:
-            del self._deltas[offer.fragment, offer.name]
+            del self._gathered[offer.fragment, offer.name]
         if why is not None:
             raise Unhealthy(why)
 
-    def _decode(self, fragment: int, assembly: Assembly) -> tuple[Tensor, list[float], float]:
-        """The contribution, the norms of its tensors and of the whole, which is infinite if there is something in it that no
-        merge could digest."""
+    def _decode(self, fragment: int, assembly: Assembly) -> tuple[Gathered, float]:
+        """The contribution and its norm, which is infinite if there is something in it that no merge could digest."""
         try:
             data = assembly.finish()
         except WireError as error:
@@ -273,4 +280,4 @@ class Bulk:
         if not length <= MAX_PROGRESS:  # one element may be too large, or no number, of which comparisons are false
             low, high = torch.aminmax(delta)
             length = length if max(-float(low), float(high)) <= MAX_PROGRESS else math.inf
-        return delta, norms, length
+        return Gathered(delta, norms), length

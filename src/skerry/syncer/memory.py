@@ -19,6 +19,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    # Once one of them is set, malloc does not adapt any of them by itself: so all, or none.
+    # Once a threshold is set malloc does not adapt them by itself any more: so both, or none.
     if mallopt(_ARENA_MAX, 1) and any(mallopt(_MMAP_THRESHOLD, value) for value in _LARGEST):
         mallopt(_TRIM_THRESHOLD, _LARGEST[0])

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from skerry.core import messages as m
 from skerry.core.merge import FragmentState, merge
 from skerry.errors import SkerryError
-from skerry.syncer.bulk import Bulk
+from skerry.syncer.bulk import Bulk, Gathered
 from skerry.syncer.good_copy import GoodCopies
 from skerry.syncer.published import Published
 from skerry.syncer.store import RunStore, Written
@@ -48,20 +46,20 @@ class Merger:
         self._bulk.merged(order.fragment, names)
         return m.Stored(order.fragment, order.version)
 
-    def _compute(self, order: m.Merge, gathered: list[tuple[Tensor, list[float]]]) -> tuple[FragmentState, Published, Written]:
+    def _compute(self, order: m.Merge, gathered: list[Gathered]) -> tuple[FragmentState, Published, Written]:
         """A fragment has one merge at a time, so its state stands still meanwhile."""
         before = self._states[order.fragment]
         after = merge(
             self._layout,
             self._layout.fragments[order.fragment],
             before,
-            [delta for delta, _ in gathered],
+            [one.delta for one in gathered],
             [share.weight for share in order.shares],
             radial=self._radial,
             lr=order.outer_lr,
             momentum=order.outer_momentum,
             presence=order.presence,
-            norms=[norms for _, norms in gathered],
+            norms=[one.norms for one in gathered],
         )
         state, published = self._bulk.encode(order.fragment, order.version, before, after)
         return state, published, self._store.write(order, state)

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import xxhash
-
+from skerry.core.codec import checksum_in_parts
 from skerry.core.syncer import SyncerCore
 from skerry.durable import sync_path, write_durably
 from skerry.errors import StoreError
@@ -172,12 +171,8 @@ def _finish(partial: Path, final: Path, facts: dict[str, Any]) -> None:
 
 
 def _checksum(path: Path) -> int:
-    """The same as `checksum` of the whole file."""
-    found = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while chunk := file.read(READ_BYTES):
-            found.update(chunk)
-    return found.intdigest() & 0xFFFFFFFF
+        return checksum_in_parts(iter(lambda: file.read(READ_BYTES), b""))
 
 
 async def _in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
