@@ -28,6 +28,7 @@ SHAPES = {
     "135m": ModelConfig(size="1m", layers=12, width=960, heads=15, context=1024),
     "1b": ModelConfig(size="1m", layers=20, width=2048, heads=16, context=1024),
 }
+EVERY = 24
 
 
 def seconds_of(work, times: int = 20) -> float:
@@ -58,49 +59,55 @@ def codecs_on_the_device(numel: int) -> None:
     print(json.dumps({"bar": "encode int4 over copy bandwidth", "value": round(share, 3), "target": 0.5, "ok": share >= 0.5}))
 
 
-def attached(size: str, send: str, turns: int, seconds: float, batch: int) -> None:
-    config = Config(
-        model=SHAPES[size], train=TrainConfig(batch=batch, tokens=10**12, precision="bf16", compile=True, lr=1e-4)
-    ).resolved()
-    job = build_job(config)
-    parameters = sum(p.numel() for p in job.model.parameters())
-    job.set_lr(1.0)
-    step = [0]
+class Island:
+    """One training job on the GPU, whose steps are timed."""
 
-    def steps(for_s: float) -> float:
-        """Seconds a step."""
+    def __init__(self, size: str, batch: int) -> None:
+        train = TrainConfig(batch=batch, tokens=10**12, precision="bf16", compile=True, lr=1e-4)
+        self.size = size
+        self.job = build_job(Config(model=SHAPES[size], train=train).resolved())
+        self.job.set_lr(1.0)
+        self._step = 0
+
+    def steps(self, for_s: float) -> float:
+        """Seconds a step, over that time and at least twice H steps."""
         torch.cuda.synchronize()
-        started, before = time.perf_counter(), step[0]
-        while time.perf_counter() - started < for_s:
-            job.backward(*job.batch(step[0], 0))
-            job.apply()
-            step[0] += 1
-            if step[0] % 8 == 0:
+        started, before = time.perf_counter(), self._step
+        while time.perf_counter() - started < for_s or self._step - before < 2 * EVERY:
+            self.job.backward(*self.job.batch(self._step, 0))
+            self.job.apply()
+            self._step += 1
+            if self._step % 8 == 0:
                 torch.cuda.synchronize()  # a loop that looks at its loss now and then
         torch.cuda.synchronize()
-        return (time.perf_counter() - started) / (step[0] - before)
+        return (time.perf_counter() - started) / (self._step - before)
 
-    steps(3 * seconds)
-    ratios = []
+
+def attached(island: Island, send: str, turns: int, seconds: float) -> None:
+    job, size = island.job, island.size
+    ratios, accounts = [], []
     with tempfile.TemporaryDirectory() as place:
-        sync = SyncConfig(fragments=24, every=24, overlap=2, send=send, publish=send)
+        sync = SyncConfig(fragments=24, every=EVERY, overlap=2, send=send, publish=send)
         folder = skerry.create(Path(place) / "run", job.model, sync)
         with skerry.serve(folder) as address:
             for turn in range(turns):
-                before = steps(seconds)
+                before = island.steps(seconds)
                 learner = skerry.join(address, job.model, job.optimizers, name="island", tokens_per_step=job.step_tokens)
-                steps(seconds / 2)
-                during = steps(seconds)
+                island.steps(0.0)
+                during = island.steps(seconds)
                 learner.leave()
-                after = steps(seconds)
+                after = island.steps(seconds)
                 ratios.append(during / ((before + after) / 2))
-                print(f"{size} {send} turn {turn + 1}: {1e3 * before:.2f} ms a step without, {ratios[-1]:.4f} with", flush=True)
+                accounts.append(f"{1e3 * before:.2f}, {1e3 * during:.2f}, {1e3 * after:.2f} ms")
+                print(f"{size} {send} turn {turn + 1}: a step before, with and after {accounts[-1]}", flush=True)
         merges = sum('"merge"' in line for line in (folder / "metrics.jsonl").read_text().splitlines())
     mean = statistics.mean(ratios)
     error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
     bar = {"bar": f"step time with Skerry over without, {size}, {send}", "value": round(mean, 4), "target": 1.01}
+    parameters = sum(p.numel() for p in job.model.parameters())
     print(
-        json.dumps({**bar, "ok": mean <= 1.01, "standard_error": round(error, 4), "parameters": parameters, "merges": merges})
+        json.dumps({**bar, "ok": mean <= 1.01, "standard_error": round(error, 4), "parameters": parameters, "merges": merges}),
+        flush=True,
     )
 
 
@@ -116,8 +123,12 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     codecs_on_the_device(1 << 24 if options.quick else 1 << 26)
     for size in options.sizes:
+        island = Island(size, options.batch)
+        island.steps(10.0)
         for send in options.codecs:
-            attached(size, send, 2 if options.quick else 4, 3.0 if options.quick else 8.0, options.batch)
+            attached(island, send, 2 if options.quick else 4, 3.0 if options.quick else 8.0)
+        del island
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from skerry.config import Config
-from skerry.core import codec as codecs
 from skerry.core import messages as m
 from skerry.core.exchange import KEPT_GIVES, Exchange, Give, Question, Version
 from skerry.core.feedback import Feedback
 from skerry.core.fragment import Layout, split
+from skerry.core.fragment_codec import fragment_codec
 from skerry.core.merge import FragmentState, merge, publish
 from skerry.core.syncer import SyncerCore
 from skerry.core.tensors import model_tensors
@@ -198,7 +198,10 @@ class SequentialRun:
         self._random = random.Random(self.config.train.seed)
         self.sent_bytes = 0
         self.published_bytes = 0
-        needed = codecs.codec(self.sync.send).needs_feedback
+        fragments = self.layout.fragments
+        self._send = [fragment_codec(self.sync.send, self.layout, fragment) for fragment in fragments]
+        self._publish = [fragment_codec(self.sync.publish, self.layout, fragment) for fragment in fragments]
+        needed = any(codec.needs_feedback for codec in self._send)
         self._with_feedback = self.sync.feedback == "always" or (self.sync.feedback == "auto" and needed)
         self.lost_steps = 0
         self.members: list[int] = []
@@ -329,7 +332,7 @@ class SequentialRun:
 
     def _sent(self, learner: SequentialLearner, fragment: int, at_step: int, values: Tensor) -> Tensor:
         """What arrives of a learner's progress."""
-        codec, feedback = codecs.codec(self.sync.send), learner.feedback[fragment]
+        codec, feedback = self._send[fragment], learner.feedback[fragment]
         progress = learner.base[fragment] - values
         missing = feedback.missing if feedback is not None else None
         data = codec.encode(progress if missing is None else progress + missing)
@@ -358,7 +361,7 @@ class SequentialRun:
             momentum=order.outer_momentum,
             presence=order.presence,
         )
-        self.states[order.fragment], data = publish(before, after, codecs.codec(self.sync.publish))
+        self.states[order.fragment], data = publish(before, after, self._publish[order.fragment])
         self.published_bytes += data.numel()
         self.members.append(len(order.shares))
         self._at(self.now, lambda: self._dispatch(m.Stored(order.fragment, order.version)))
