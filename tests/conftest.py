@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from skerry.syncer.server import run_syncer
+from skerry.syncer.shard import run_shard
 from skerry.syncer.store import RunStore
 from skerry.wire.connection import TLS
 
@@ -33,8 +34,9 @@ asyncio.BaseEventLoop.call_soon_threadsafe = _call_soon_unless_closed  # type: i
 class SyncerThread:
     """A syncer with its event loop in a thread, on a run folder that exists."""
 
-    def __init__(self, folder: Path, port: int = 0, tls: TLS | None = None) -> None:
+    def __init__(self, folder: Path, port: int = 0, tls: TLS | None = None, shards: int = 0) -> None:
         self.folder = folder
+        self.shards = shards
         self.port = port
         self.ended: bool | None = None
         self.error: BaseException | None = None
@@ -62,8 +64,7 @@ class SyncerThread:
 
         async def serve() -> bool:
             self._loop = asyncio.get_running_loop()
-            store = RunStore(self.folder)
-            return await run_syncer(store, self.address, self._tls, on_listening=listening, stop=self._stop)
+            return await self._serve(listening)
 
         try:
             self.ended = asyncio.run(serve())
@@ -71,6 +72,12 @@ class SyncerThread:
             self.error = error
         finally:
             self._listening.set()
+
+    async def _serve(self, listening: Callable[[int], None]) -> bool:
+        store = RunStore(self.folder)
+        return await run_syncer(
+            store, self.address, self._tls, on_listening=listening, stop=self._stop, shards=self.shards
+        )
 
     def wait(self) -> bool:
         """Until the run has ended."""
@@ -90,6 +97,19 @@ class SyncerThread:
             raise self.error
 
 
+class ShardThread(SyncerThread):
+    """The same of a shard, for a syncer that has some."""
+
+    def __init__(self, syncer: SyncerThread, number: int) -> None:
+        super().__init__(syncer.folder)
+        self._syncer, self._number = syncer.address, number
+
+    async def _serve(self, listening: Callable[[int], None]) -> bool:
+        return await run_shard(
+            self.folder, self._number, self._syncer, self.address, "", None, on_listening=listening, stop=self._stop
+        )
+
+
 @pytest.fixture
 def free_port() -> int:
     """A port of this machine that nothing listens on."""
@@ -102,8 +122,8 @@ def free_port() -> int:
 def start_syncer() -> Iterator[Callable[..., SyncerThread]]:
     started: list[SyncerThread] = []
 
-    def start(folder: Path, port: int = 0, tls: TLS | None = None) -> SyncerThread:
-        syncer = SyncerThread(folder, port, tls)
+    def start(folder: Path, port: int = 0, tls: TLS | None = None, shards: int = 0) -> SyncerThread:
+        syncer = SyncerThread(folder, port, tls, shards)
         started.append(syncer)
         return syncer.start()
 
@@ -111,3 +131,19 @@ def start_syncer() -> Iterator[Callable[..., SyncerThread]]:
     for syncer in started:
         if syncer.error is None:
             syncer.stop()
+
+
+@pytest.fixture
+def start_shard() -> Iterator[Callable[..., ShardThread]]:
+    started: list[ShardThread] = []
+
+    def start(syncer: SyncerThread, number: int) -> ShardThread:
+        shard = ShardThread(syncer, number)
+        started.append(shard)
+        shard.start()
+        return shard
+
+    yield start
+    for shard in started:
+        if shard.error is None:
+            shard.stop()

@@ -118,7 +118,7 @@ def test_a_learner_whose_stream_stands_but_is_of_no_use_comes_back(run, monkeypa
         else:
             quiet = merges(folder)
             trains_until(lambda: tape(folder, "opened")[-1]["step"] > before, "a round that nothing is sent for")
-            poll(lambda: learner._link.lanes.idle, "the lane to be given up")
+            poll(lambda: learner._link.routes.main.idle, "the lane to be given up")
             assert merges(folder) <= quiet + 2, "what was under way already"
     changes.clear() if what != "one message damaged" else None
     if end == "Control":

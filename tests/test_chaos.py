@@ -286,11 +286,19 @@ def test_unhealthy_contributions_are_left_out_and_named(run: Run, what: str) -> 
 
 
 def test_stale_contributions_are_those_of_before(run: Run, tmp_path: Path) -> None:
-    words = "stale island-0 for 2s"
-    fault = run.suffer(words)
-    run.until(lambda: "island-0 is told to suffer: stale" in run.log("island-0"), "the island to hear of it")
-    run.until(lambda: any("the same" in data["reason"] for _, data in run.tape("unhealthy")), "the tape to name it")
-    healed = run.event(fault, "healed", "island-0", words)
+    words = "stale island-0 for 3s"
+
+    def named() -> bool:
+        return any("the same" in data["reason"] for _, data in run.tape("unhealthy"))
+
+    while True:
+        # On a busy machine it may not be asked for the same fragment twice in so short a time.
+        fault = run.suffer(words)
+        healed = run.event(fault, "healed", "island-0", words)
+        run.until(lambda since=healed: named() or len(run.find(since, "run")) > 2, "the tape to be written")
+        if named():
+            break
+    assert "island-0 is told to suffer: stale" in run.log("island-0")
     run.merged_again("island-0", healed)
     (tmp_path / "island-0.json").write_text('{"stale": 1.0}')
     inflicted = Inflicted(tmp_path, "island-0")

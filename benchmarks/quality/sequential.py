@@ -250,7 +250,7 @@ class SequentialRun:
                 self._at(self.now + learner.step_time, self._stepper_of(learner))
             elif isinstance(action, m.Ask):
                 learner = self._by_name[action.name]
-                learner.exchange.asked(Question(action.fragment, action.step, action.min_base))
+                learner.exchange.asked(Question(action.fragment, action.step, action.min_base), action.anew)
                 self._answer(learner)
             elif isinstance(action, m.Merge):
                 self._merge(action)

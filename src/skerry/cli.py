@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from skerry.errors import ConfigError, SkerryError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from skerry.wire.connection import TLS
 
 _TRAIN_USAGE = """usage: skerry train [CONFIG.toml] [--SETTING VALUE ...] [--chaos PLAN] [--proxy]
@@ -61,8 +63,18 @@ def _parser() -> argparse.ArgumentParser:
     syncer = commands.add_parser("syncer", help="serve a run to its islands")
     syncer.add_argument("run", type=Path, help="the run folder")
     syncer.add_argument("--address", default="127.0.0.1:7070", help="host:port to listen on (default: %(default)s)")
+    syncer.add_argument("--shards", type=int, default=0, help="spread the fragments over so many `skerry shard` processes")
     _tls_options(syncer)
     syncer.set_defaults(act=_syncer)
+
+    shard = commands.add_parser("shard", help="have the data of some of a run's fragments, for a syncer with --shards")
+    shard.add_argument("run", type=Path, help="the run folder, which the syncer and all shards share")
+    shard.add_argument("syncer", help="host:port of the syncer")
+    shard.add_argument("--number", type=int, required=True, help="which one this is, from 0")
+    shard.add_argument("--address", default="127.0.0.1:0", help="host:port to listen on (default: %(default)s, a free port)")
+    shard.add_argument("--advertise", default="", help="host:port at which islands reach it, if that is another one")
+    _tls_options(shard)
+    shard.set_defaults(act=_shard)
 
     create = commands.add_parser("create", help="make a run folder from a configuration, for syncer and learner by hand")
     create.add_argument("config", type=Path, help="a configuration file")
@@ -225,15 +237,30 @@ def _part(name: str) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s")
 
 
-def _syncer(options: argparse.Namespace) -> None:
-    _part("syncer")
+def _merging_part(name: str) -> None:
+    _part(name)
     from skerry.syncer.memory import keep_freed_memory
 
     keep_freed_memory()  # before torch and gRPC start threads
+    import torch
+
+    # Merges run side by side, one thread each; threads inside a merge would spin idly and take cores from islands here.
+    torch.set_num_threads(1)
+
+
+def _stopped_by_signal() -> asyncio.Event:
     import asyncio
     import signal
 
-    import torch
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+def _syncer(options: argparse.Namespace) -> None:
+    _merging_part("syncer")
+    import asyncio
 
     from skerry.chaos.inflicted import Inflicted, attach_to_syncer
     from skerry.syncer.server import run_syncer
@@ -241,15 +268,11 @@ def _syncer(options: argparse.Namespace) -> None:
 
     if (inflicted := Inflicted.here("syncer")) is not None:
         attach_to_syncer(inflicted)
-    # Merges run side by side, one thread each; threads inside a merge would spin idly and take cores from islands here.
-    torch.set_num_threads(1)
+    if options.shards < 0:
+        raise ConfigError(f"--shards must be >= 0, got {options.shards}")
     store = RunStore(options.run)
 
     async def serve() -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
         host = options.address.rpartition(":")[0]
 
         def listening(port: int) -> None:
@@ -261,9 +284,37 @@ def _syncer(options: argparse.Namespace) -> None:
             options.address,
             _tls(options),
             on_listening=listening,
-            stop=stop,
+            stop=_stopped_by_signal(),
+            shards=options.shards,
         )
         print("the run has ended" if ended else "stopped; the run goes on when a syncer is started on this folder again")
+
+    asyncio.run(serve())
+
+
+def _shard(options: argparse.Namespace) -> None:
+    _merging_part(f"shard-{options.number}")
+    import asyncio
+
+    from skerry.syncer.shard import run_shard
+    from skerry.wire.connection import split_address
+
+    host, _ = split_address(options.address)
+    if host in ("0.0.0.0", "::") and not options.advertise:
+        raise ConfigError(f"islands cannot reach {options.address}; say with --advertise where they can")
+
+    async def serve() -> None:
+        ended = await run_shard(
+            options.run,
+            options.number,
+            options.syncer,
+            options.address,
+            options.advertise,
+            _tls(options),
+            on_listening=lambda port: print(f"shard {options.number} of {options.run} on port {port}", flush=True),
+            stop=_stopped_by_signal(),
+        )
+        print("the run has ended" if ended else "stopped; its fragments wait for another process of this number")
 
     asyncio.run(serve())
 

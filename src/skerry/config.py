@@ -250,6 +250,8 @@ class IslandsConfig:
     """Over how many connections an island's large fragments are spread; one alone cannot fill a long link."""
     cap_mbit: float = 0.0
     """Mbit/s that one island may use each way; 0 means no limit."""
+    shards: int = 0
+    """Processes over which the syncer's fragments are spread; with 0 the syncer has all of them itself."""
     restarts: int = 20
     """How often one island or the syncer is started again before the run is given up."""
 
@@ -258,6 +260,7 @@ class IslandsConfig:
         _require(self.threads >= 0, "islands.threads", self.threads, ">= 0")
         _require(self.connections >= 1, "islands.connections", self.connections, ">= 1")
         _require(self.cap_mbit >= 0, "islands.cap_mbit", self.cap_mbit, ">= 0")
+        _require(self.shards >= 0, "islands.shards", self.shards, ">= 0")
         _require(self.restarts >= 0, "islands.restarts", self.restarts, ">= 0")
 
 

@@ -153,9 +153,10 @@ class Exchange:
             # The turn we wait for brought nothing new.
             held.waits_for = None
 
-    def asked(self, question: Question) -> None:
+    def asked(self, question: Question, anew: bool = False) -> None:
+        """Each question is answered once, unless the answer was lost."""
         held = self.held[question.fragment]
-        if held.answered != question.step:
+        if held.answered != question.step or anew:
             held.question = question
 
     def stop(self) -> None:

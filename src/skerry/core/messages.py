@@ -128,6 +128,20 @@ class GoodKept:
 
 
 @dataclass(frozen=True)
+class FragmentsAway:
+    """The process that has the data of these fragments is gone, and with it what was gathered for them."""
+
+    fragments: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FragmentsBack:
+    """These fragments are served again, as they were stored last."""
+
+    fragments: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class CloseRequested:
     """Somebody asked for the run to end now."""
 
@@ -149,6 +163,8 @@ Event = (
     | Stored
     | StoreFailed
     | GoodKept
+    | FragmentsAway
+    | FragmentsBack
     | CloseRequested
     | Tick
 )
@@ -210,6 +226,8 @@ class Ask:
     fragment: int
     step: int
     min_base: int
+    anew: bool = False
+    """What was answered to this question before is lost."""
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ class Round:
     """A merge that could not be stored is tried again from here on."""
     restores: bool = False
     """Not a merge: the fragment is put back to the good copy."""
+    void: bool = False
+    """What was gathered for it is lost. If the merge that is under way fails, there is nothing to try again."""
 
     @property
     def missing(self) -> set[str]:
@@ -113,6 +115,10 @@ class FragmentProgress:
     """The highest number a round of this fragment had, whether or not it was merged."""
     declined: set[str] = field(default_factory=set)
     """Those who had nothing to give in the last round that was cancelled."""
+    dropped_round: int = -1
+    """The round whose answers were lost last: who is asked in it again has to answer again."""
+    away_since: float | None = None
+    """Nobody serves it, so no round is opened."""
 
     def rests(self, now: float) -> bool:
         return self.merged_at <= now < self.merged_at + self.rest_s  # not if the clock was put back

@@ -19,7 +19,9 @@ Rules:
     all was well, without momentum, and progress from before is refused.
 11. Data that a learner was given is its own until another process takes its place, it leaves, or it was away for `lease_s`;
     then what is in no merge is given to others. One that returns after that starts over from the current versions.
-12. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
+12. A fragment whose data is not served has no rounds until it is. What was gathered for it is lost, and asked for again. One
+    who leaves does not wait for it longer than silence is tolerated, nor does the end of a run for ever.
+13. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ from skerry.core.messages import (
     Disconnected,
     Ended,
     Event,
+    FragmentsAway,
+    FragmentsBack,
     Goodbye,
     GoodKept,
     Joined,
@@ -223,13 +227,6 @@ class SyncerCore:
             return f"steps and tokens must be >= 1, got {offer.steps} and {offer.tokens}"
         return self.leases.why_refused(offer.name, learner.session, offer.samples)
 
-    def may_still_come(self, name: str, session: str, fragment: int, step: int) -> bool:
-        """Whether what this process began to send for a round could be taken when it is complete, if it is connected then."""
-        learner, gathering = self.learners.get(name), self.fragments[fragment].round
-        if learner is None or learner.session != session or gathering is None or gathering.step != step:
-            return False
-        return gathering.merging_since is None and name not in gathering.arrived
-
     # ------------------------------------------------------------ events
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -256,6 +253,11 @@ class SyncerCore:
             self._store_failed(event, now, actions)
         elif isinstance(event, GoodKept):
             self.rollback.kept(event, actions)
+        elif isinstance(event, FragmentsAway):
+            self._fragments_away(event, now, actions)
+        elif isinstance(event, FragmentsBack):
+            for index in event.fragments:
+                self.fragments[index].away_since = None
         elif isinstance(event, CloseRequested):
             self._close("requested", actions)
         else:
@@ -268,7 +270,7 @@ class SyncerCore:
         self._restore_fragments(now, actions)
         self._settle_rounds(now, actions)
         self._open_rounds(now, actions)
-        self._say_goodbyes(actions)
+        self._say_goodbyes(now, actions)
         wake = self._next_wake(now)
         if wake is not None:
             actions.append(WakeAt(wake))
@@ -493,6 +495,29 @@ class SyncerCore:
         counted = tuple(fragment.counted_upto(name) for name in names)
         actions.append(Announce(names, index, fragment.version, step, counted))
 
+    def _fragments_away(self, event: FragmentsAway, now: float, actions: list[Action]) -> None:
+        for index in event.fragments:
+            fragment = self.fragments[index]
+            fragment.away_since = now if fragment.away_since is None else fragment.away_since
+            gathering = fragment.round
+            if gathering is None or gathering.restores:
+                continue
+            gathering.void = True
+            if gathering.merging_since is None:
+                self._drop_void(index, gathering, actions)
+
+    def _drop_void(self, index: int, gathering: Round, actions: list[Action]) -> None:
+        """As if it had not been opened: whoever gave still has what it gave, on top of the version it was counted from."""
+        fragment = self.fragments[index]
+        fragment.round, fragment.dropped_round = None, gathering.step
+        for name in gathering.final & set(gathering.arrived):
+            owes = self.learners[name].owes if name in self.learners else None
+            if owes is not None:
+                owes.add(index)
+        if self.phase == "closing":
+            self._last_rounds_due.add(index)
+        actions.append(Record("dropped", {"fragment": index, "step": gathering.step, "lost": sorted(gathering.arrived)}))
+
     def _store_failed(self, event: StoreFailed, now: float, actions: list[Action]) -> None:
         fragment = self.fragments[event.fragment]
         gathering = fragment.round
@@ -505,6 +530,9 @@ class SyncerCore:
                 fragment.round = None
                 actions.append(Record("not_restored", {"fragment": event.fragment, "reason": event.reason}))
                 return
+        if gathering.void:
+            self._drop_void(event.fragment, gathering, actions)
+            return
         gathering.not_before = now + RETRY_STORE_S
         actions.append(Record("merge_failed", {"fragment": event.fragment, "step": gathering.step, "reason": event.reason}))
 
@@ -582,13 +610,15 @@ class SyncerCore:
             return
         leaving = [learner for learner in self.learners.values() if learner.phase == "leaving"]
         for index, fragment in enumerate(self.fragments):
-            if fragment.restoring:
+            if fragment.restoring or (fragment.away_since is not None and not self._given_up(fragment, now)):
                 continue
             if self.phase == "closing":
                 self._open_last_round(index, now, actions)
                 continue
             if self.phase != "running":
                 return
+            if fragment.away_since is not None:
+                continue
             due = self.schedule.last_due(index, self.step)
             owing = {learner.name for learner in leaving if index in (learner.owes or ())}
             if fragment.round is not None:
@@ -604,6 +634,9 @@ class SyncerCore:
         """While the run closes each fragment gets one last round, once its present one is over."""
         if index in self._last_rounds_due and self.fragments[index].round is None:
             self._last_rounds_due.discard(index)
+            if self.fragments[index].away_since is not None:
+                actions.append(Record("left_out", {"fragment": index, "version": self.fragments[index].version}))
+                return
             able = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
             self._open(index, now, self.fragments[index].next_round(self.step + 1), able, able, actions)
 
@@ -634,7 +667,8 @@ class SyncerCore:
         actions.extend(self._ask(name, index, gathering.step) for name in sorted(late))
 
     def _ask(self, name: str, index: int, step: int) -> Ask:
-        return Ask(name, index, step, self._min_base(name, self.fragments[index]))
+        fragment = self.fragments[index]
+        return Ask(name, index, step, self._min_base(name, fragment), step == fragment.dropped_round)
 
     def _min_base(self, name: str, fragment: FragmentProgress) -> int:
         counted = fragment.counted.get(name)
@@ -731,7 +765,15 @@ class SyncerCore:
         version = fragment.version + 1
         actions.append(Merge(index, version, gathering.step, shares, stage.outer_lr, stage.outer_momentum, presence, expected))
 
-    def _say_goodbyes(self, actions: list[Action]) -> None:
+    def _given_up(self, fragment: FragmentProgress, now: float) -> bool:
+        """It is away for so long that nobody waits for it any more."""
+        return fragment.away_since is not None and now >= self._patience(fragment)
+
+    def _patience(self, fragment: FragmentProgress) -> float:
+        assert fragment.away_since is not None
+        return fragment.away_since + self.sync.silence_s * (LAST_CHANCE if self.phase == "closing" else 1)
+
+    def _say_goodbyes(self, now: float, actions: list[Action]) -> None:
         if self.phase == "closing":
             if not self._last_rounds_due and all(fragment.round is None for fragment in self.fragments):
                 self.phase = "ended"
@@ -743,7 +785,9 @@ class SyncerCore:
                 actions.append(Ended())
             return
         for learner in self.learners.values():
-            if learner.phase != "leaving" or learner.owes:
+            if learner.phase != "leaving":
+                continue
+            if any(not self._given_up(self.fragments[index], now) for index in learner.owes or ()):
                 continue
             rounds = [fragment.round for fragment in self.fragments if fragment.round]
             if not any(learner.name in gathering.asked or learner.name in gathering.arrived for gathering in rounds):
@@ -777,6 +821,8 @@ class SyncerCore:
         times += [self._expected_until] if self._waits_for_returns(now) else []
         times += [f.round.not_before for f in self.fragments if f.restoring and f.round and f.round.merging_since is None]
         times += [learner.heard_at + self.sync.silence_s for learner in self._live()]
+        if self.phase == "closing" or any(learner.phase == "leaving" for learner in self.learners.values()):
+            times += [self._patience(f) for f in self.fragments if f.away_since is not None and not self._given_up(f, now)]
         times += [f.merged_at + f.rest_s for f in self.fragments if f.round is None and f.rests(now)]
         times = [time for time in times if time < math.inf]
         return max(min(times), now) if times else None

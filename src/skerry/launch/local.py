@@ -33,6 +33,8 @@ def run_here(config: Config, plan: Plan | None = None, proxy: bool = False) -> P
     faults = plan.timed(config.islands.count)
     if config.algorithm == "dp" and (faults or proxy):
         raise ConfigError("chaos needs islands and a syncer, algorithm 'dp' has none")
+    if config.islands.shards and (proxy or plan.needs_proxy):
+        raise ConfigError("faults of links are made between islands and the syncer alone, so not with islands.shards")
     folder, resumed = _folder_for(config)
     if config.algorithm == "dp":
         check_job(config)
@@ -67,14 +69,15 @@ def _parts(config: Config, folder: Path, address: str, seen_by: dict[str, str]) 
 
     threads = _threads_for_island(config)
     keep = ("--keep", str(folder / "islands"))
-    regions = config.islands.regions
+    regions, shards = config.islands.regions, config.islands.shards
 
     def island(index: int, name: str, seen: str) -> Worker:
         region = ("--region", regions[index % len(regions)]) if regions else ()
         return part(name, {**threads, **chaos}, "learner", seen, "--name", name, *keep, *region)
 
     return [
-        part("syncer", {**one_thread, **chaos}, "syncer", str(folder), "--address", address),
+        part("syncer", {**one_thread, **chaos}, "syncer", str(folder), "--address", address, "--shards", str(shards)),
+        *(part(f"shard-{n}", one_thread, "shard", str(folder), address, "--number", str(n)) for n in range(shards)),
         *(island(index, name, seen) for index, (name, seen) in enumerate(seen_by.items())),
         part("validator", one_thread, "validator", str(folder)),
     ]

@@ -171,7 +171,7 @@ class Supervisor:
                 return
             self._ended_at = now
         for worker in self.workers:
-            if worker.done or not worker.child.name.startswith("island-"):
+            if worker.done or not worker.child.name.startswith(("island-", "shard-")):
                 continue
             if worker.start_again_at is not None or now - self._ended_at > DISMISS_S:
                 worker.child.stop(timeout_s=1.0)
@@ -198,7 +198,7 @@ class Supervisor:
     def _stop_all(self) -> None:
         """Islands leave first, while there is still a syncer to take leave of."""
         for last in (False, True):
-            group = [worker for worker in self.workers if (worker.child.name == "syncer") == last]
+            group = [worker for worker in self.workers if worker.child.name.startswith(("syncer", "shard-")) == last]
             for worker in group:
                 worker.child.signal(signal.SIGTERM)
             deadline = time.monotonic() + STOP_S

@@ -30,6 +30,7 @@ from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
 from skerry.learner.journal import Journal
 from skerry.learner.pace import Pace
 from skerry.learner.replica import Prepared, Replica, Snapshot
+from skerry.learner.routes import Routes
 from skerry.learner.state_courier import StateCourier
 from skerry.learner.transfers import Transfers
 from skerry.learner.workers import DaemonWorkers
@@ -96,7 +97,7 @@ class Link:
         self.last_error = "no attempt yet"
         self.leaving = False
         self.quarantined = False
-        self.lanes: Lanes | None = None
+        self.routes: Routes | None = None
         self.courier: StateCourier | None = None
         self.fixed_loaded = False
         self.leases = LeaseBook()
@@ -258,10 +259,10 @@ class Link:
             ]
             stub, *bulk = map(SyncerStub, channels)
             self._prepare_for(await transfer.describe(stub, PROTOCOL))
-            lanes = self.lanes = Lanes(bulk, self.name, self.session, self.sent, self.received)
+            routes = self.routes = Routes(self._lanes(bulk), self._connections, self._tls, self._lanes)
             stream = self._stream = transfer.ControlStream(stub, self.sent, self.received)
             self._stream.send(pb.ToSyncer(hello=self._hello()))
-            beat = asyncio.get_running_loop().create_task(self._heartbeat(stream, lanes))
+            beat = asyncio.get_running_loop().create_task(self._heartbeat(stream, routes))
             beat.add_done_callback(self._task_done)
             welcomed = False
             try:
@@ -276,7 +277,7 @@ class Link:
             finally:
                 beat.cancel()
                 await stream.close()
-                await lanes.close()
+                await routes.close()
             return welcomed
 
     def _prepare_for(self, description: pb.RunDescription) -> None:
@@ -316,12 +317,15 @@ class Link:
                 lease_floor=self.leases.floor,
             )
 
-    async def _heartbeat(self, stream: transfer.ControlStream, lanes: Lanes) -> None:
+    def _lanes(self, stubs: Sequence[SyncerStub]) -> Lanes:
+        return Lanes(stubs, self.name, self.session, self.sent, self.received)
+
+    async def _heartbeat(self, stream: transfer.ControlStream, routes: Routes) -> None:
         assert self.exchange is not None
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             stream.drop_if_silent(self.exchange.sync.silence_s)
-            lanes.drop_if_stuck()
+            routes.drop_if_stuck()
             if self._since_report() >= HEARTBEAT_S / 2:
                 self._report()
             if self.courier is not None and self.courier.time_to_keep(self._clock.now()):
@@ -334,6 +338,8 @@ class Link:
         assert exchange is not None
         kind = message.WhichOneof("message")
         _check_fragments(message, len(exchange.held))
+        if kind in ("welcome", "places"):
+            self._place(message.welcome.places if kind == "welcome" else message.places)
         with self.changed:
             if kind == "welcome":
                 welcome = message.welcome
@@ -365,7 +371,7 @@ class Link:
             elif kind == "begin":
                 exchange.begin(message.begin.step)
             elif kind == "ask":
-                exchange.asked(Question(message.ask.fragment, message.ask.step, message.ask.min_base))
+                exchange.asked(Question(message.ask.fragment, message.ask.step, message.ask.min_base), message.ask.anew)
             elif kind == "announce":
                 note = message.announce
                 exchange.announced(Version(note.fragment, note.version, note.step, note.counted))
@@ -400,6 +406,15 @@ class Link:
             self.changed.notify_all()
         if kind in ("welcome", "ask", "announce", "stop", "begin"):
             self.pump()
+
+    def _place(self, places: pb.Places) -> None:
+        assert self.routes is not None and self.exchange is not None
+        fragments, shards = len(self.exchange.held), len(places.addresses)
+        if shards and (len(places.of_fragment) != fragments or max(places.of_fragment, default=0) >= shards):
+            raise WireError(f"the syncer does not say for each of {fragments} fragments at which of {shards} places it is")
+        for address in filter(None, places.addresses):
+            check_reachable(address, self._tls)
+        self.routes.place(places.addresses, places.of_fragment)
 
     def _told(self, run_tokens: int) -> None:
         assert self.exchange is not None
@@ -492,7 +507,7 @@ class Link:
             send_bytes_per_s=self.sent.bytes_per_s,
             receive_bytes_per_s=self.received.bytes_per_s,
             round_trip_s=self.round_trip_s,
-            queue_s=self.lanes.queue_s if self.lanes is not None else 0.0,
+            queue_s=self.routes.queue_s if self.routes is not None else 0.0,
             waited_s=self.pace.waited_s,
             ping=self._pings,
         )

@@ -61,8 +61,8 @@ class StateCourier:
 
     async def give(self, ticket: int, part: int) -> None:
         """A peer lost its own."""
-        lanes = self._link.lanes
-        assert lanes is not None
+        routes = self._link.routes
+        assert routes is not None
         header = pb.State(ticket=ticket, part=part, parts=self.state.parts)
         data = memoryview(b"")
         if part >= self.state.parts:
@@ -76,7 +76,7 @@ class StateCourier:
             except CannotKeep as error:
                 header.reason = str(error)
         with contextlib.suppress(WireError):  # whoever waits for it finds out
-            await lanes.send_state(header, data)
+            await routes.main.send_state(header, data)
 
     def _journal(self) -> str:
         with self._link.changed:
@@ -92,11 +92,11 @@ class StateCourier:
         origin: list[tuple[str, int]] = []
         tries = 0
         while True:
-            lanes = link.lanes
-            if lanes is None or not link.connected or link.goodbye is not None:
+            routes = link.routes
+            if routes is None or not link.connected or link.goodbye is not None:
                 raise WireError("the syncer is away")
             try:
-                header, data = await asyncio.wait_for(lanes.fetch_state(len(found), limit), FETCH_S)
+                header, data = await asyncio.wait_for(routes.main.fetch_state(len(found), limit), FETCH_S)
             except asyncio.TimeoutError:
                 raise WireError(f"nothing came within {FETCH_S:.0f} s") from None
             except TryAgain as error:

@@ -17,6 +17,7 @@ from skerry.core.exchange import Give, GiveNothing, Question, Version
 from skerry.core.fragment_codec import fragment_codec
 from skerry.errors import WireError
 from skerry.learner.replica import Prepared, Snapshot
+from skerry.learner.routes import Routes
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.lane import Download, NotAsWanted
 from skerry.wire.lanes import Lanes
@@ -48,7 +49,7 @@ class Transfers:
         self._answering = False
         self._encoded: dict[int, Encoded] = {}
         """By fragment: the last answer, until it is delivered."""
-        self._sending: set[tuple[Lanes, int, int]] = set()
+        self._sending: set[tuple[Routes, int, int]] = set()
         self._downloads: dict[int, Download] = {}
         """By fragment: what has come of a version stays when connections break."""
 
@@ -117,18 +118,18 @@ class Transfers:
         return gives, nothings
 
     async def _upload(self, encoded: Encoded) -> None:
-        lanes, question = self._link.lanes, encoded.give.question
-        assert lanes is not None
-        sending = (lanes, question.fragment, question.step)
+        routes, question = self._link.routes, encoded.give.question
+        assert routes is not None
+        sending = (routes, question.fragment, question.step)
         if sending in self._sending:
             return  # the same question came again while this answer was being encoded
         self._sending.add(sending)
         try:
-            await self._send(lanes, encoded)
+            await self._send(routes, encoded)
         finally:
             self._sending.discard(sending)
 
-    async def _send(self, lanes: Lanes, encoded: Encoded) -> None:
+    async def _send(self, routes: Routes, encoded: Encoded) -> None:
         link, exchange = self._link, self._link.exchange
         assert exchange is not None
         give, data, question = encoded.give, encoded.data, encoded.give.question
@@ -152,7 +153,7 @@ class Transfers:
         resume = give.again
         while True:
             try:
-                reply = await lanes.upload(header, data, resume)
+                reply = await _served(routes, question.fragment).upload(header, data, resume)
             except WireError as error:
                 log.debug("%s: fragment %d was not sent: %s", link.name, question.fragment, error)
             else:
@@ -163,7 +164,7 @@ class Transfers:
                     return
             resume = True
             await asyncio.sleep(RETRY_TRANSFER_S)
-            if link.lanes is not lanes:
+            if link.routes is not routes:
                 return  # after a new welcome it is asked for again, if it is still wanted
             with link.changed:
                 wanted = exchange.still_wanted(question)
@@ -184,8 +185,8 @@ class Transfers:
 
     async def fetch(self, version: Version) -> None:
         link, exchange, replica = self._link, self._link.exchange, self._link.replica
-        fragment, lanes = version.fragment, link.lanes
-        assert exchange is not None and replica is not None and lanes is not None
+        fragment, routes = version.fragment, link.routes
+        assert exchange is not None and replica is not None and routes is not None
         with link.changed:
             have, values_had = self._newest_here(fragment)
         wanted = pb.Fetch(fragment=fragment, version=version.version, have=have)
@@ -193,12 +194,12 @@ class Transfers:
         if download is None or download.wanted != wanted:
             download = self._downloads[fragment] = Download(wanted, lambda header: self._check_size(wanted, header))
         try:
-            await lanes.fetch(download)
+            await _served(routes, fragment).fetch(download)
         except WireError as error:
             log.debug("%s: fragment %d was not fetched: %s", link.name, fragment, error)
             if isinstance(error, NotAsWanted):
                 self._forget(download)
-            self._fetch_again(version, lanes)
+            self._fetch_again(version, routes)
             return
 
         with link.changed:
@@ -214,7 +215,7 @@ class Transfers:
             prepared = decode() if replica.quick else await link.off_loop(decode)
         except WireError as error:
             log.debug("%s: fragment %d did not arrive as it was sent: %s", link.name, fragment, error)
-            self._fetch_again(version, lanes)
+            self._fetch_again(version, routes)
             return
         with link.changed:
             if exchange.fetched(version):
@@ -227,24 +228,24 @@ class Transfers:
         if self._downloads.get(fragment) is download:
             del self._downloads[fragment]
 
-    def _fetch_again(self, version: Version, lanes: Lanes) -> None:
+    def _fetch_again(self, version: Version, routes: Routes) -> None:
         link, exchange = self._link, self._link.exchange
         assert exchange is not None
 
         def again() -> None:
-            if link.lanes is lanes:  # a new connection has begun to fetch by itself
+            if link.routes is routes:  # a new connection has begun to fetch by itself
                 exchange.fetch_failed(version)
 
         link.again(RETRY_TRANSFER_S, again)
 
     async def fetch_fixed(self, part: int) -> None:
         """Tensors nobody trains."""
-        link, replica, lanes = self._link, self._link.replica, self._link.lanes
-        assert replica is not None and lanes is not None
+        link, replica, routes = self._link, self._link.replica, self._link.routes
+        assert replica is not None and routes is not None
         try:
             wanted = pb.Fetch(fragment=part, version=0)
             download = Download(wanted, lambda header: self._check_size(wanted, header))
-            await lanes.fetch(download)
+            await routes.main.fetch(download)
             _, data = download.finish()
         except WireError as error:
             log.debug("%s: the fixed part was not fetched: %s", link.name, error)
@@ -304,3 +305,10 @@ class Transfers:
         if header.size_bytes != expected:
             what = f"fragment {wanted.fragment} should be {expected} bytes in {header.codec}"
             raise WireError(f"{what}, {header.size_bytes} declared")
+
+
+def _served(routes: Routes, fragment: int) -> Lanes:
+    lanes = routes.of(fragment)
+    if lanes is None:
+        raise WireError(f"nobody serves fragment {fragment} just now")
+    return lanes

@@ -1,12 +1,12 @@
-"""Bulk data as the syncer handles it: contributions are received, checked and decoded; published versions are handed out."""
+"""Bulk data of the fragments that a process serves: contributions are received, checked and decoded; published versions are
+handed out."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +17,15 @@ from skerry.core.codec import FP32, byte_tensor, raw_bytes
 from skerry.core.fragment import Layout
 from skerry.core.fragment_codec import fragment_codec
 from skerry.core.merge import FragmentState, norms_of, publish
-from skerry.core.syncer import SyncerCore
 from skerry.errors import WireError
-from skerry.syncer.lane import MAX_NAME, Busy, Damaged, Lane, Receiving, Unhealthy, first_message
+from skerry.syncer.desk import Desk
+from skerry.syncer.lane import MAX_NAME, Busy, Damaged, Lane, Receiving, first_message
 from skerry.syncer.published import Published
 from skerry.syncer.relay import Relay
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import Assembly, chunk, count_chunks
 from skerry.wire.parcel import Parcel
 
-MAX_COUNT = 1 << 53
 MAX_PROGRESS = 1e12
 """No element of a sane contribution is larger; sums and outer steps of such values stay finite in fp32."""
 MAX_REMEMBERED = 100_000
@@ -34,19 +33,8 @@ REPEAT_NUMEL = 100
 """Progress of fewer numbers than this may well be the same twice."""
 
 Write = Callable[[Parcel[pb.BulkToLearner]], Awaitable[None]]
-
-
-class Host(Protocol):
-    """What bulk data needs to know and to tell."""
-
-    core: SyncerCore
-
-    def is_connected(self, name: str, session: str) -> bool: ...
-    def bytes_moved(self, name: str) -> None: ...
-    def dispatch(self, event: m.Event) -> None: ...
-    def record(self, kind: str, data: dict[str, Any]) -> None: ...
-    def send(self, name: str, message: pb.ToLearner) -> None: ...
-    def journal(self, name: str, session: str, text: str) -> None: ...
+Key = tuple[int, str, str, int]
+"""Of a contribution: fragment, learner, its process, and how many of its steps it covers."""
 
 
 class Gathered(NamedTuple):
@@ -58,33 +46,41 @@ class Gathered(NamedTuple):
 
 
 class Bulk:
-    def __init__(self, layout: Layout, sync: SyncConfig, fixed: bytes, host: Host) -> None:
+    def __init__(self, layout: Layout, sync: SyncConfig, desk: Desk, relay: Relay | None = None) -> None:
         self._layout = layout
         self._sync = sync
-        self._host = host
+        self.desk = desk
+        self.relay = relay
+        """Where optimizer state goes through, if it does here."""
         self._received = [fragment_codec(sync.send, layout, fragment) for fragment in layout.fragments]
         self._shown = [fragment_codec(sync.publish, layout, fragment) for fragment in layout.fragments]
-        self._published: list[Published | None] = [None] * len(layout.fragments)
-        self._published.append(Published(0, "safetensors", memoryview(fixed)))
-        self._gathered: dict[tuple[int, str], Gathered] = {}
-        """By fragment and learner."""
+        self._published: dict[int, Published] = {}
+        """Of the fragments that are served here. The fixed part of the model counts as one more."""
+        self._gathered: dict[Key, Gathered] = {}
         self._receiving: dict[tuple[str, int], Receiving] = {}
         """By learner and fragment."""
         self._last_sent: dict[tuple[str, int], tuple[int, int]] = {}
         """Checksum and steps of each learner's last contribution to each fragment."""
-        self.relay = Relay(layout, host)
 
     # ------------------------------------------------------------ what merging needs
 
     def publish_whole(self, fragment: int, version: int, state: FragmentState) -> None:
         self._published[fragment] = Published(version, FP32.name, raw_bytes(state.public))
 
+    def publish_fixed(self, data: bytes) -> None:
+        self._published[len(self._layout.fragments)] = Published(0, "safetensors", memoryview(data))
+
+    def withdraw(self, fragments: Iterable[int]) -> None:
+        """These are not served here any more, or not just now."""
+        for fragment in fragments:
+            self._published.pop(fragment, None)
+            self.forget(fragment)
+
     def encode(
         self, fragment: int, version: int, before: FragmentState, after: FragmentState
     ) -> tuple[FragmentState, Published]:
         """The next version as learners will see it. In any thread; a fragment has one merge at a time."""
         codec, published = self._shown[fragment], self._published[fragment]
-        assert published is not None
         state, data = publish(before, after, codec)
         if codec.exact:
             published = Published(version, FP32.name, raw_bytes(data))
@@ -96,12 +92,17 @@ class Bulk:
     def publish(self, fragment: int, published: Published) -> None:
         self._published[fragment] = published
 
-    def gathered(self, fragment: int, names: Sequence[str]) -> list[Gathered]:
-        return [self._gathered[fragment, name] for name in names]
+    def gathered(self, order: m.Merge) -> list[Gathered]:
+        """What is to be merged. More does not come in time, so what is half here is let go."""
+        for (name, fragment), receiving in list(self._receiving.items()):
+            if fragment == order.fragment and receiving.header.step <= order.step and not receiving.complete:
+                receiving.give_up(f"round {receiving.header.step} of fragment {fragment} is over")
+                self.received(name, receiving)
+        return [self._gathered[key] for key in _keys(order)]
 
-    def merged(self, fragment: int, names: Sequence[str]) -> None:
-        for name in names:
-            self._gathered.pop((fragment, name), None)
+    def merged(self, order: m.Merge) -> None:
+        for key in _keys(order):
+            self._gathered.pop(key, None)
 
     def forget(self, fragment: int) -> None:
         """What was gathered for this fragment is not wanted any more."""
@@ -143,7 +144,7 @@ class Bulk:
             message = first
             for number in range(start, max(stop, start + 1)):
                 await write(Parcel(message, chunk(data, number)))
-                self.bytes_moved(lane.name)
+                self.desk.bytes_moved(lane.name)
                 message = pb.BulkToLearner()
                 await say_replies()
         await say_replies()
@@ -151,14 +152,13 @@ class Bulk:
     def _find(self, name: str, session: str, wanted: pb.Fetch) -> tuple[pb.Fetched, memoryview]:
         header = pb.Fetched(fragment=wanted.fragment, version=wanted.version, first_chunk=wanted.first_chunk)
         nothing = memoryview(b"")
-        if not self._host.is_connected(name, session):
+        if not self.desk.may_fetch(name, session):
             header.reason = f"{name[:MAX_NAME]!r} is not connected with this session"
             return header, nothing
-        if wanted.fragment >= len(self._published):
+        published = self._published.get(wanted.fragment)
+        if published is None:
             header.reason = f"there is no fragment {wanted.fragment}"
             return header, nothing
-        published = self._published[wanted.fragment]
-        assert published is not None
         if published.version != wanted.version:
             header.reason = f"fragment {wanted.fragment} is at version {published.version}, not {wanted.version}"
             return header, nothing
@@ -167,42 +167,20 @@ class Bulk:
         if found.since is not None:
             header.since = found.since
         if wanted.fragment < len(self._layout.fragments):
-            header.floor = self._host.core.fragments[wanted.fragment].floor
+            header.floor = self.desk.floor(wanted.fragment)
         return header, found.data
 
     # ------------------------------------------------------------ contributions
 
-    def check(self, name: str, session: str, header: pb.Upload) -> m.Contributed:
-        if not self._host.is_connected(name, session):
-            raise Busy(f"{name[:MAX_NAME]!r} is not connected with this session")
-        if (
-            max(header.step, header.base, header.steps, header.tokens, header.upto, header.samples_to, header.upto_tokens)
-            > MAX_COUNT
-        ):
-            raise WireError(f"counts must be at most {MAX_COUNT}")
-        if header.upto_tokens < header.tokens:
-            raise WireError(f"{header.tokens} tokens cannot end at {header.upto_tokens}")
-        offer = m.Contributed(
-            name,
-            header.fragment,
-            header.step,
-            header.base,
-            header.steps,
-            header.tokens,
-            header.upto,
-            session=session,
-            samples=(header.samples_from, header.samples_to),
-            upto_tokens=header.upto_tokens,
-        )
-        reason = self._host.core.why_refused(offer)
-        if reason is not None:
-            raise WireError(reason)
+    async def check(self, name: str, session: str, header: pb.Upload) -> None:
+        await self.desk.check(name, session, header)
+        if header.fragment not in self._published:
+            raise Busy(f"fragment {header.fragment} is not served here")
         if header.codec != self._sync.send:
             raise WireError(f"this run's contributions are {self._sync.send}, got {header.codec!r}")
         size = self._received[header.fragment].size_bytes(self._layout.fragments[header.fragment].numel)
         if header.size_bytes != size:
             raise WireError(f"fragment {header.fragment} is {size} bytes in {self._sync.send}, {header.size_bytes} declared")
-        return offer
 
     def receiving(self, name: str, session: str, header: pb.Upload) -> Receiving:
         """What has come of this contribution so far, on whichever lane. A newer one takes the place of one that was not
@@ -223,30 +201,6 @@ class Bulk:
         if self._receiving.get((name, receiving.header.fragment)) is receiving:
             del self._receiving[name, receiving.header.fragment]
 
-    def tidy(self) -> None:
-        """Forget what was begun and would not be taken any more."""
-        may_come = self._host.core.may_still_come
-        for (name, fragment), receiving in list(self._receiving.items()):
-            step = receiving.header.step
-            if not receiving.complete and not may_come(name, receiving.session, fragment, step):
-                receiving.give_up(f"round {step} of fragment {fragment} is over")
-                self.received(name, receiving)
-
-    def bytes_moved(self, name: str) -> None:
-        self._host.bytes_moved(name)
-
-    def is_connected(self, name: str, session: str) -> bool:
-        return self._host.is_connected(name, session)
-
-    def refused(self, name: str, header: pb.Upload | None, reason: str) -> None:
-        what = {"fragment": header.fragment, "step": header.step} if header is not None else {}
-        self._host.record("refused", {"learner": name[:MAX_NAME], **what, "reason": reason})
-
-    def journal(self, name: str, session: str, text: str) -> None:
-        """Put what a learner says it did on the tape, once, before anything that follows from it."""
-        if text and self._host.is_connected(name, session):
-            self._host.journal(name, session, text)
-
     async def take(self, name: str, session: str, header: pb.Upload, assembly: Assembly) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
         numel = self._layout.fragments[header.fragment].numel
@@ -258,14 +212,16 @@ class Bulk:
         self._last_sent[name, header.fragment] = (header.checksum, header.upto)
         # The same answer sent again because the first did not get through covers the same steps.
         repeated = numel >= REPEAT_NUMEL and last is not None and last[0] == header.checksum and last[1] != header.upto
-        offer = dataclasses.replace(self.check(name, session, header), norm=length, repeated=repeated)
-        why = self._host.core.why_unhealthy(offer)
-        self._gathered[offer.fragment, offer.name] = gathered
-        self._host.dispatch(offer)
-        if why is not None or self._host.core.learners[name].quarantined:
-            del self._gathered[offer.fragment, offer.name]
-        if why is not None:
-            raise Unhealthy(why)
+        key = (header.fragment, name, session, header.upto)
+        known = key in self._gathered  # the same again, which will be refused
+        if not known:
+            self._gathered[key] = gathered  # first: what is taken may be merged at once
+        merged = False
+        try:
+            merged = await self.desk.take(name, session, header, length, repeated)
+        finally:
+            if not merged and not known:
+                self._gathered.pop(key, None)
 
     def _decode(self, fragment: int, assembly: Assembly) -> tuple[Gathered, float]:
         """The contribution and its norm, which is infinite if there is something in it that no merge could digest."""
@@ -281,3 +237,7 @@ class Bulk:
             low, high = torch.aminmax(delta)
             length = length if max(-float(low), float(high)) <= MAX_PROGRESS else math.inf
         return Gathered(delta, norms), length
+
+
+def _keys(order: m.Merge) -> list[Key]:
+    return [(order.fragment, share.name, share.session, share.upto) for share in order.shares]

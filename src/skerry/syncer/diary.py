@@ -15,7 +15,7 @@ from skerry.errors import StoreError
 from skerry.metrics import MetricsWriter
 
 EVENTS = ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed", "unhealthy",
-          "quarantined", "readmitted", "diverged", "not_restored")  # fmt: skip
+          "quarantined", "readmitted", "diverged", "not_restored", "shard_joined", "shard_lost", "left_out")  # fmt: skip
 
 
 @dataclass

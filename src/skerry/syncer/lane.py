@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from skerry.errors import WireError
-from skerry.syncer.relay import NOTHING
+from skerry.syncer.relay import NOTHING, Relay
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import Assembly
 from skerry.wire.parcel import Parcel
@@ -121,28 +121,28 @@ class Lane:
             with contextlib.suppress(asyncio.QueueFull):
                 self.outbox.put_nowait((header, data))
 
-        if self._bulk.is_connected(self.name, self.session):
-            self._bulk.relay.want(self.name, part, deliver)
-        else:
-            deliver(pb.State(part=part, reason=f"{self.name[:MAX_NAME]!r} is not connected with this session"), NOTHING)
+        self._relay.want(self.name, self.session, part, deliver)
+
+    @property
+    def _relay(self) -> Relay:
+        if self._bulk.relay is None:
+            raise WireError("optimizer state goes through the syncer itself, not through a shard")
+        return self._bulk.relay
 
     def _begin_state(self, header: pb.State) -> None:
         self._named = True
         try:
-            if not self._bulk.is_connected(self.name, self.session):
-                raise WireError("not connected with this session")
-            self._bulk.relay.check(self.name, header)
-            self._bulk.journal(self.name, self.session, header.journal_json)
+            self._relay.begins(self.name, self.session, header)
         except WireError as error:
-            self._bulk.refused(self.name, None, str(error))
+            self._bulk.desk.refused(self.name, None, str(error))
             return
         if header.reason:
-            self._bulk.relay.given(header, NOTHING)
+            self._relay.given(header, NOTHING)
         else:
             self._state, self._following = (header, Assembly(header.size_bytes, header.checksum)), 0
 
     async def _refuse(self, header: pb.Upload | None, error: WireError) -> None:
-        self._bulk.refused(self.name, header, str(error))
+        self._bulk.desk.refused(self.name, header, str(error))
         await self._reply(header, error)
 
     async def _reply(self, header: pb.Upload | None, error: WireError) -> None:
@@ -160,14 +160,13 @@ class Lane:
     def _put_down(self) -> None:
         """Chunks that come now belong to nothing, until something is named."""
         if self._state is not None:
-            self._bulk.relay.failed(self._state[0], "the peer's stream broke")
+            self._relay.failed(self._state[0], "the peer's stream broke")
         self._receiving = self._state = None
 
     async def _begin(self, header: pb.Upload) -> None:
         self._named = True
-        self._bulk.journal(self.name, self.session, header.journal_json)
         try:
-            self._bulk.check(self.name, self.session, header)
+            await self._bulk.check(self.name, self.session, header)
             receiving = self._bulk.receiving(self.name, self.session, header)
         except WireError as error:
             await self._refuse(header, error)
@@ -203,7 +202,7 @@ class Lane:
             self._bulk.received(self.name, receiving)
             await self._refuse(receiving.header, Damaged(str(error)))
             return
-        self._bulk.bytes_moved(self.name)
+        self._bulk.desk.bytes_moved(self.name)
         if receiving.complete:
             self._put_down()
             task = asyncio.get_running_loop().create_task(self._take(receiving))
@@ -217,9 +216,9 @@ class Lane:
                 return
             data = assembly.finish()
         except WireError as error:
-            self._bulk.relay.failed(header, str(error))
+            self._relay.failed(header, str(error))
         else:
-            self._bulk.relay.given(header, data)
+            self._relay.given(header, data)
         self._state = None
 
     async def _take(self, receiving: Receiving) -> None:

@@ -1,18 +1,20 @@
-"""Makes versions: computes merges, writes their files, commits them, publishes the result. The core decides when."""
+"""Makes versions: a plane computes them and writes their files, then they are committed and published. The core says when."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from skerry.core import messages as m
+from skerry.core.fragment import Layout
 from skerry.core.merge import FragmentState, merge
 from skerry.errors import SkerryError
 from skerry.syncer.bulk import Bulk, Gathered
 from skerry.syncer.good_copy import GoodCopies
 from skerry.syncer.published import Published
+from skerry.syncer.run_folder import read_values
 from skerry.syncer.store import RunStore, Written
 from skerry.syncer.tape import Tape
 
@@ -22,29 +24,43 @@ MERGERS = 4
 T = TypeVar("T")
 
 
-class Merger:
-    def __init__(self, store: RunStore, states: list[FragmentState], bulk: Bulk, tape: Tape) -> None:
-        self._store = store
-        self._layout = store.identity.layout
-        self._radial = store.identity.sync.merge == "radial"
-        self._states = states
-        self._bulk = bulk
-        self._tape = tape
-        self._good = GoodCopies(store.folder)
-        self._pool = ThreadPoolExecutor(MERGERS, thread_name_prefix="skerry-merge")
+class Plane(Protocol):
+    """Where the data of fragments is: in this process, or in shards."""
 
-    async def merge(self, order: m.Merge) -> m.Event:
-        names = [share.name for share in order.shares]
-        gathered = self._bulk.gathered(order.fragment, names)
-        try:
-            state, published, written = await self._in_pool(self._compute, order, gathered)
-            await self._tape.commit(written)
-        except SkerryError as error:
-            return m.StoreFailed(order.fragment, str(error))
-        self._states[order.fragment] = state
-        self._bulk.publish(order.fragment, published)
-        self._bulk.merged(order.fragment, names)
-        return m.Stored(order.fragment, order.version)
+    async def make(self, order: m.Merge) -> Written:
+        """Compute the version and write its file, which does not count yet. Raises SkerryError; it may be tried again."""
+        ...
+
+    async def publish(self, written: Written) -> None:
+        """The version that was made last counts now: from here on it is what learners get."""
+        ...
+
+    async def put_back(self, written: Written, state: FragmentState) -> None:
+        """This version counts now, made elsewhere. What was gathered for the fragment is not wanted any more."""
+        ...
+
+
+class LocalPlane:
+    """Fragments whose data is in this process."""
+
+    def __init__(self, layout: Layout, radial: bool, bulk: Bulk, write: Callable[[m.Merge, FragmentState], Written]) -> None:
+        self._layout = layout
+        self._radial = radial
+        self._bulk = bulk
+        self._write = write
+        self._states: dict[int, FragmentState] = {}
+        self._made: dict[int, tuple[FragmentState, Published]] = {}
+        self.pool = ThreadPoolExecutor(MERGERS, thread_name_prefix="skerry-merge")
+
+    def serve(self, fragment: int, version: int, state: FragmentState) -> None:
+        self._states[fragment] = state
+        self._bulk.publish_whole(fragment, version, state)
+
+    async def make(self, order: m.Merge) -> Written:
+        gathered = self._bulk.gathered(order)
+        state, published, written = await in_pool(self.pool, self._compute, order, gathered)
+        self._made[order.fragment] = state, published
+        return written
 
     def _compute(self, order: m.Merge, gathered: list[Gathered]) -> tuple[FragmentState, Published, Written]:
         """A fragment has one merge at a time, so its state stands still meanwhile."""
@@ -62,11 +78,47 @@ class Merger:
             norms=[one.norms for one in gathered],
         )
         state, published = self._bulk.encode(order.fragment, order.version, before, after)
-        return state, published, self._store.write(order, state)
+        return state, published, self._write(order, state)
+
+    async def publish(self, written: Written) -> None:
+        fragment = written.order.fragment
+        self._states[fragment], published = self._made.pop(fragment)
+        self._bulk.publish(fragment, published)
+        self._bulk.merged(written.order)
+
+    async def put_back(self, written: Written, state: FragmentState) -> None:
+        self._bulk.forget(written.order.fragment)
+        self.serve(written.order.fragment, written.order.version, state)
+
+    def close(self) -> None:
+        self.pool.shutdown()
+
+
+class Merger:
+    """In the process of the state machine, which hears what became of its orders."""
+
+    def __init__(self, store: RunStore, plane: Plane, tape: Tape) -> None:
+        self._store = store
+        self._plane = plane
+        self._tape = tape
+        self._good = GoodCopies(store.folder)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="skerry-copies")
+
+    async def merge(self, order: m.Merge) -> m.Event:
+        try:
+            written = await self._plane.make(order)
+            await self._tape.commit(written)
+        except SkerryError as error:
+            return m.StoreFailed(order.fragment, str(error))
+        await self._plane.publish(written)
+        return m.Stored(order.fragment, order.version)
 
     async def keep_good(self, step: int) -> m.Event:
+        def keep() -> None:
+            self._good.keep(step, read_values(self._store.folder, self._store.identity.layout))
+
         try:
-            await self._in_pool(self._good.keep, step, [state.values for state in self._states])
+            await in_pool(self._thread, keep)
         except SkerryError as error:
             return m.GoodKept(step, str(error))
         return m.GoodKept(step)
@@ -75,20 +127,19 @@ class Merger:
         """A version made of the good copy, stored and announced as any other; its momentum starts anew."""
         blank = m.Merge(order.fragment, order.version, order.step, (), 0.0, 0.0, 0.0)
         try:
-            values = await self._in_pool(self._good.read, order.good_step, order.fragment)
+            values = await in_pool(self._thread, self._good.read, order.good_step, order.fragment)
             # Whole: a difference that could not express all of it would leave learners with some of what went wrong.
             state = FragmentState.fresh(values)
-            written = await self._in_pool(self._store.write, blank, state)
+            written = await in_pool(self._thread, self._store.write, blank, state)
             await self._tape.commit(written)
         except SkerryError as error:
             return m.StoreFailed(order.fragment, str(error))
-        self._states[order.fragment] = state
-        self._bulk.publish_whole(order.fragment, order.version, state)
-        self._bulk.forget(order.fragment)
+        await self._plane.put_back(written, state)
         return m.Stored(order.fragment, order.version)
 
-    async def _in_pool(self, work: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
-
     def close(self) -> None:
-        self._pool.shutdown()
+        self._thread.shutdown()
+
+
+async def in_pool(pool: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)

@@ -26,7 +26,9 @@ NOTHING = memoryview(b"")
 class Host(Protocol):
     core: SyncerCore
 
+    def is_connected(self, name: str, session: str) -> bool: ...
     def send(self, name: str, message: pb.ToLearner) -> None: ...
+    def journal(self, name: str, session: str, text: str) -> None: ...
     def record(self, kind: str, data: dict[str, Any]) -> None: ...
 
 
@@ -46,8 +48,11 @@ class Relay:
         self._limit_bytes = state_limit_bytes(layout)
         self._closed = False
 
-    def want(self, name: str, part: int, deliver: Deliver) -> None:
+    def want(self, name: str, session: str, part: int, deliver: Deliver) -> None:
         """For a learner that lost its own."""
+        if not self._host.is_connected(name, session):
+            deliver(pb.State(part=part, reason="not connected with this session"), NOTHING)
+            return
         donor = self._host.core.donor_for(name)
         if donor is None:
             deliver(pb.State(part=part, reason="there is no healthy peer"), NOTHING)
@@ -89,13 +94,17 @@ class Relay:
             answer = pb.State(part=wanted.part, reason=late, again=again)
             wanted.deliver(answer, NOTHING)
 
-    def check(self, name: str, header: pb.State) -> None:
-        """Before memory is set aside for it."""
+    def begins(self, name: str, session: str, header: pb.State) -> None:
+        """Before memory is set aside for it. What the learner tells with it is written down."""
+        if not self._host.is_connected(name, session):
+            raise WireError("not connected with this session")
         wanted = self._wanted.get(header.ticket)
         if wanted is None or wanted.donor != name or wanted.part != header.part:
             raise WireError(f"{name} was not asked for part {header.part} of its state")
         if header.size_bytes > self._limit_bytes:
             raise WireError(f"a part of optimizer state has at most {self._limit_bytes} bytes, {header.size_bytes} declared")
+        if header.journal_json:
+            self._host.journal(name, session, header.journal_json)
 
     def given(self, header: pb.State, data: memoryview) -> None:
         wanted = self._wanted.pop(header.ticket, None)

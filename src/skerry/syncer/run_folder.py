@@ -74,6 +74,12 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def read_values(folder: Path, layout: Layout) -> list[Tensor]:
+    """The newest values of every fragment. Safe beside a running syncer."""
+    with reading(folder) as database:
+        return [_read_newest(folder, database, fragment).values for fragment in layout.fragments]
+
+
 def read_standing(folder: Path) -> Standing:
     with reading(folder) as database:
         row = database.execute("SELECT data FROM standing").fetchone()
@@ -128,7 +134,7 @@ def read_fixed(folder: Path, identity: RunIdentity) -> bytes:
     return data
 
 
-def file_name(fragment: int, version: int, attempt: int = 0) -> str:
+def file_name(fragment: int, version: int, attempt: int | str = 0) -> str:
     return f"{fragment:04d}-{version:08d}{f'-{attempt}' if attempt else ''}.safetensors"
 
 
@@ -160,7 +166,9 @@ def _as_safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     return [len(text).to_bytes(8, "little") + text, *parts]
 
 
-def read_version(folder: Path, fragment: Fragment, row: sqlite3.Row, missing_is_damage: bool = True) -> FragmentState:
+def read_version(
+    folder: Path, fragment: Fragment, row: sqlite3.Row | dict[str, Any], missing_is_damage: bool = True
+) -> FragmentState:
     path = folder / "fragments" / row["file"]
     try:
         tensors = load_file(path)

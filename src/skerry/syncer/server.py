@@ -26,11 +26,14 @@ from skerry.core.fragment import TensorSpec, check_same_model
 from skerry.core.leases import MOST_POOLS, Need, Pool
 from skerry.core.syncer import SyncerCore
 from skerry.errors import JoinRefused, SkerryError, WireError
-from skerry.syncer.bulk import MAX_COUNT, Bulk
+from skerry.syncer.bulk import Bulk
+from skerry.syncer.desk import MAX_COUNT, CoreDesk
 from skerry.syncer.diary import Diary, Vitals
 from skerry.syncer.journals import Journals
 from skerry.syncer.lane import MAX_NAME, first_message
-from skerry.syncer.merging import Merger
+from skerry.syncer.merging import LocalPlane, Merger
+from skerry.syncer.relay import Relay
+from skerry.syncer.shards import Shards
 from skerry.syncer.snapshots import Snapshots
 from skerry.syncer.store import RunStore
 from skerry.syncer.tape import Tape
@@ -86,25 +89,30 @@ class Connection:
 
 
 class SyncerServer:
-    def __init__(self, store: RunStore, *, clock: Clock | None = None) -> None:
+    def __init__(self, store: RunStore, *, clock: Clock | None = None, shards: int = 0) -> None:
         self._probes = 0
         self.store = store
         self.layout = store.identity.layout
         self.sync = store.identity.sync
         self.clock = clock or SystemClock()
-        states, progress, standing = store.load()
+        progress, standing = store.load_progress()
         self.core = SyncerCore(
             self.sync, len(self.layout.fragments), now=self.clock.now(), progress=progress, standing=standing
         )
         self.ended = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A defect of ours: the process must not go on as if nothing had happened."""
-        self._bulk = Bulk(self.layout, self.sync, store.fixed_bytes(), self)
-        for fragment, state in enumerate(states):
-            self._bulk.publish_whole(fragment, progress[fragment].version, state)
         self._tape = Tape(store, self.core.standing)
-        self._merger = Merger(store, states, self._bulk, self._tape)
-        self._snapshots = Snapshots(store, self.core, self._tape, self._bulk.relay)
+        desk, self._relay = CoreDesk(self), Relay(self.layout, self)
+        self._bulk = Bulk(self.layout, self.sync, desk, self._relay)
+        self._bulk.publish_fixed(store.fixed_bytes())
+        self._shards = Shards(shards, store, self._tape, desk, self) if shards else None
+        self._plane = LocalPlane(self.layout, self.sync.merge == "radial", self._bulk, store.write)
+        if self._shards is None:
+            for fragment, state in enumerate(store.load_states()):
+                self._plane.serve(fragment, progress[fragment].version, state)
+        self._merger = Merger(store, self._shards or self._plane, self._tape)
+        self._snapshots = Snapshots(store, self.core, self._tape, self._relay)
         self._diary = Diary(store.folder, self.clock)
         self._connections: dict[str, Connection] = {}
         self._dismissed: set[str] = set()
@@ -122,6 +130,8 @@ class SyncerServer:
         self._journals = Journals(self.core.retired, self._tape.record)
         self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
         self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
+        if self._shards is not None:
+            self.dispatch(m.FragmentsAway(tuple(range(len(self.layout.fragments)))))
         if self.core.phase == "ended":
             self.ended.set()
 
@@ -184,6 +194,8 @@ class SyncerServer:
         if isinstance(action, m.Welcome):
             self._dismissed.discard(action.name)
         for name, message in messages_of(action, self.store.identity.run_id, self.core):
+            if isinstance(action, m.Welcome) and self._shards is not None:
+                message.welcome.places.CopyFrom(self._shards.places)
             self.send(name, message)
         if isinstance(action, m.Record):
             self.record(action.kind, action.data)
@@ -253,17 +265,22 @@ class SyncerServer:
 
     async def _merge(self, order: m.Merge) -> None:
         started = self.clock.now()
-        outcome = await self._merger.merge(order)
-        self.dispatch(outcome)
+        with self._occupied(order.fragment):
+            outcome = await self._merger.merge(order)
+            self.dispatch(outcome)
         if isinstance(outcome, m.Stored):
             self._diary.merged(order, self.clock.now() - started)
 
     async def _restore(self, order: m.Restore) -> None:
-        outcome = await self._merger.restore(order)
-        if isinstance(outcome, m.Stored):
-            told = {"fragment": order.fragment, "version": order.version, "good_step": order.good_step}
-            self.record("restored", told)
-        self.dispatch(outcome)
+        with self._occupied(order.fragment):
+            outcome = await self._merger.restore(order)
+            if isinstance(outcome, m.Stored):
+                told = {"fragment": order.fragment, "version": order.version, "good_step": order.good_step}
+                self.record("restored", told)
+            self.dispatch(outcome)
+
+    def _occupied(self, fragment: int) -> contextlib.AbstractContextManager[None]:
+        return self._shards.occupied(fragment) if self._shards is not None else contextlib.nullcontext()
 
     async def _keep_good(self, step: int) -> None:
         self.dispatch(await self._merger.keep_good(step))
@@ -279,6 +296,18 @@ class SyncerServer:
             job_json=identity.job_json,
             now=time.time(),
         )
+
+    def places_changed(self) -> None:
+        assert self._shards is not None
+        for connection in self._connections.values():
+            connection.send(pb.ToLearner(places=self._shards.places))
+
+    async def shard(self, messages: AsyncIterator[pb.FromShard | None], context: Any) -> AsyncIterator[pb.ToShard]:
+        if self._shards is None:
+            yield pb.ToShard(goodbye=pb.ShardGoodbye(reason="this syncer has no shards; start it with --shards"))
+            return
+        async for message in self._shards.serve(messages):
+            yield message
 
     async def probe(self, messages: AsyncIterator[pb.ProbeUp | None], context: Any) -> AsyncIterator[pb.ProbeDown]:
         if self._probes >= MOST_PROBES:
@@ -499,7 +528,6 @@ class SyncerServer:
                 if not connection.told and connection.outbox.qsize() < CONTROL_QUEUE // 2:
                     connection.send(progress)
                 connection.told = False
-            self._bulk.tidy()
             if self.clock.now() >= metrics_at:
                 metrics_at = self.clock.now() + METRICS_EVERY_S
                 self._write_summary()
@@ -520,6 +548,8 @@ class SyncerServer:
         """End every control stream and wait until its handler has seen to it."""
         for connection in list(self._connections.values()):
             connection.end()
+        if self._shards is not None:
+            self._shards.dismiss("the run is over", over=self.core.phase == "ended")
         deadline = self.clock.now() + 5.0
         while self._handlers and self.clock.now() < deadline:
             await asyncio.wait(self._handlers, timeout=0.5)
@@ -530,11 +560,12 @@ class SyncerServer:
         self._snapshots.close()
         if self._wake is not None:
             self._wake.cancel()
-        self._bulk.relay.close()
+        self._relay.close()
         while self._working:
             await asyncio.gather(*self._working, return_exceptions=True)
         self._write_summary()
         self._merger.close()
+        self._plane.close()
         try:
             await self._tape.close()
         finally:
@@ -578,10 +609,12 @@ async def run_syncer(
     *,
     on_listening: Callable[[int], None],
     stop: asyncio.Event | None = None,
+    shards: int = 0,
 ) -> bool:
-    """Serve until the run has ended (True) or `stop` is set (False)."""
+    """Serve until the run has ended (True) or `stop` is set (False). With `shards` the data of fragments is in as many other
+    processes, which dial in."""
     try:
-        syncer = SyncerServer(store)
+        syncer = SyncerServer(store, shards=shards)
     except BaseException:
         store.close()
         raise

@@ -147,7 +147,7 @@ class RunStore:
             self._remove_partial()  # first, because opening the tape may need the space
             _sync_tape(folder)
             self._database = connect(folder)
-            self._remove_leftovers()
+            self._remove_leftovers(self.identity.layout.fragments)
         except BaseException as error:
             if hasattr(self, "_database"):
                 self._database.close()
@@ -167,25 +167,46 @@ class RunStore:
 
     def load(self) -> tuple[list[FragmentState], list[FragmentProgress], Standing]:
         """The newest state of everything."""
+        progress, standing = self.load_progress()
+        return self.load_states(), progress, standing
+
+    def load_states(self) -> list[FragmentState]:
+        """The newest values and momentum of every fragment."""
         try:
-            return self._load()
+            newest = [(fragment, newest_row(self._database, fragment.index)) for fragment in self.identity.layout.fragments]
+        except sqlite3.Error as error:
+            raise StoreError(f"{self.folder / 'tape.sqlite'} cannot be read: {error}") from error
+        return [read_version(self.folder, fragment, row) for fragment, row in newest]
+
+    def load_progress(self) -> tuple[list[FragmentProgress], Standing]:
+        """What was decided, without the data."""
+        try:
+            return self._load_progress()
         except sqlite3.Error as error:
             raise StoreError(f"{self.folder / 'tape.sqlite'} cannot be read: {error}") from error
 
-    def _load(self) -> tuple[list[FragmentState], list[FragmentProgress], Standing]:
-        states, progress = [], []
+    def _load_progress(self) -> tuple[list[FragmentProgress], Standing]:
+        progress = []
         row = self._database.execute("SELECT data FROM standing").fetchone()
         standing = Standing.from_json(json.loads(row["data"])) if row else Standing()
         for fragment in self.identity.layout.fragments:
             newest = newest_row(self._database, fragment.index)
-            states.append(read_version(self.folder, fragment, newest))
             found = FragmentProgress(version=newest["version"], merged_step=newest["step"])
             for row in self._database.execute("SELECT * FROM counted WHERE fragment = ?", (fragment.index,)):
                 session = standing.sessions.get(row["learner"])
                 if session is not None and session[0] == row["session"]:
                     found.counted[row["learner"]] = Counted(row["version"], row["upto"], row["samples"])
             progress.append(found)
-        return states, progress, standing
+        return progress, standing
+
+    def newest(self, fragments: Sequence[int]) -> list[tuple[int, int, str, int]]:
+        """Of each fragment the version that counts, its file and checksum. What else lies there of it is removed."""
+        try:
+            rows = [(fragment, newest_row(self._database, fragment)) for fragment in fragments]
+            self._remove_leftovers([self.identity.layout.fragments[fragment] for fragment in fragments])
+        except sqlite3.Error as error:
+            raise StoreError(f"the tape cannot be read: {error}") from error
+        return [(fragment, row["version"], row["file"], row["checksum"]) for fragment, row in rows]
 
     def fixed_bytes(self) -> bytes:
         return read_fixed(self.folder, self.identity)
@@ -276,15 +297,16 @@ class RunStore:
             with contextlib.suppress(OSError):
                 unlink(path)
 
-    def _remove_leftovers(self) -> None:
+    def _remove_leftovers(self, fragments: Sequence[Fragment]) -> None:
         """Files of versions that never counted, or that should have been removed when the last process died."""
-        wanted = set()
-        for fragment in self.identity.layout.fragments:
+        wanted = set(self._doubtful)
+        for fragment in fragments:
             newest_row(self._database, fragment.index)  # raises before anything is removed if the tape does not know the run
             query = "SELECT file FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
             wanted |= {row["file"] for row in self._database.execute(query, (fragment.index, KEPT_VERSIONS))}
+        beginnings = tuple(file_name(fragment.index, 0).split("-")[0] + "-" for fragment in fragments)
         for path in (self.folder / "fragments").iterdir():
-            if path.name not in wanted:
+            if path.name.startswith(beginnings) and path.name not in wanted:
                 with contextlib.suppress(OSError):  # it takes space, but it is in nobody's way
                     unlink(path)
 

@@ -20,7 +20,7 @@ def messages_of(action: m.Action, run_id: str, core: SyncerCore) -> list[tuple[s
 
 def _message(action: m.Action, run_id: str, core: SyncerCore) -> pb.ToLearner | None:
     if isinstance(action, m.Ask):
-        return pb.ToLearner(ask=pb.Ask(fragment=action.fragment, step=action.step, min_base=action.min_base))
+        return pb.ToLearner(ask=_ask(action))
     if isinstance(action, m.Welcome):
         return pb.ToLearner(welcome=_welcome(action, run_id, core))
     if isinstance(action, m.Begin):
@@ -33,6 +33,10 @@ def _message(action: m.Action, run_id: str, core: SyncerCore) -> pb.ToLearner | 
         expected = action.reason in (m.LEFT, m.OVER)
         return pb.ToLearner(goodbye=pb.Goodbye(reason=action.reason, final=action.final, expected=expected))
     return None
+
+
+def _ask(action: m.Ask) -> pb.Ask:
+    return pb.Ask(fragment=action.fragment, step=action.step, min_base=action.min_base, anew=action.anew)
 
 
 def _welcome(action: m.Welcome, run_id: str, core: SyncerCore) -> pb.Welcome:

@@ -13,7 +13,7 @@ import grpc
 
 from skerry.errors import ConfigError, WireError
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 # A message is a small control message or one chunk. Keep-alive finds a dead peer behind a silent network path, and keeps
 # NAT entries open. Local sub-channel pools keep gRPC from putting control and bulk onto one TCP connection.
@@ -82,6 +82,11 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"address must be host:port, got {address!r}")
     return host, int(port)
+
+
+def with_port(address: str, port: int) -> str:
+    """The same with the port that was found free."""
+    return f"{address.rpartition(':')[0]}:{port}"
 
 
 def is_loopback(host: str) -> bool:

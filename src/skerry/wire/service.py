@@ -33,6 +33,14 @@ class SyncerService(Protocol):
 
     def probe(self, messages: AsyncIterator[pb.ProbeUp | None], context: Any) -> AsyncIterator[pb.ProbeDown]: ...
 
+    def shard(self, messages: AsyncIterator[pb.FromShard | None], context: Any) -> AsyncIterator[pb.ToShard]: ...
+
+
+class BulkService(Protocol):
+    """What a shard implements."""
+
+    async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None: ...
+
 
 def _or_none(parse: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
     def parse_if_possible(data: bytes) -> T | None:
@@ -52,7 +60,10 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
         "Control": grpc.stream_stream_rpc_method_handler(
             service.control, _or_none(pb.ToSyncer.FromString), pb.ToLearner.SerializeToString
         ),
-        "Bulk": grpc.stream_stream_rpc_method_handler(service.bulk, _or_none(unpack(pb.BulkToSyncer)), pack),
+        "Bulk": _bulk_handler(service),
+        "Shard": grpc.stream_stream_rpc_method_handler(
+            service.shard, _or_none(pb.FromShard.FromString), pb.ToShard.SerializeToString
+        ),
         "Probe": grpc.stream_stream_rpc_method_handler(
             service.probe, _or_none(pb.ProbeUp.FromString), pb.ProbeDown.SerializeToString
         ),
@@ -67,8 +78,17 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
 
 
+def add_bulk_to_server(service: BulkService, server: grpc.aio.Server) -> None:
+    handler = grpc.method_handlers_generic_handler(_SERVICE, {"Bulk": _bulk_handler(service)})
+    server.add_generic_rpc_handlers((handler,))
+
+
+def _bulk_handler(service: BulkService) -> Any:
+    return grpc.stream_stream_rpc_method_handler(service.bulk, _or_none(unpack(pb.BulkToSyncer)), pack)
+
+
 class SyncerStub:
-    """What a learner calls, on one channel."""
+    """What a learner or a shard calls, on one channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.describe = channel.unary_unary(
@@ -76,6 +96,7 @@ class SyncerStub:
         )
         self.control = channel.stream_stream(f"/{_SERVICE}/Control", pb.ToSyncer.SerializeToString, pb.ToLearner.FromString)
         self.bulk: Any = channel.stream_stream(f"/{_SERVICE}/Bulk", pack, _or_none(unpack(pb.BulkToLearner)))
+        self.shard: Any = channel.stream_stream(f"/{_SERVICE}/Shard", pb.FromShard.SerializeToString, pb.ToShard.FromString)
         self.probe = channel.stream_stream(f"/{_SERVICE}/Probe", pb.ProbeUp.SerializeToString, pb.ProbeDown.FromString)
         self.tell = channel.unary_unary(f"/{_SERVICE}/Tell", pb.TellRequest.SerializeToString, pb.TellReply.FromString)
         self.snapshot = channel.unary_unary(

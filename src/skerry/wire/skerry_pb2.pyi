@@ -243,7 +243,7 @@ class Restored(_message.Message):
     def __init__(self, source: _Optional[str] = ...) -> None: ...
 
 class ToLearner(_message.Message):
-    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state", "lease", "no_lease", "pong")
+    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state", "lease", "no_lease", "pong", "places")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +257,7 @@ class ToLearner(_message.Message):
     LEASE_FIELD_NUMBER: _ClassVar[int]
     NO_LEASE_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     begin: Begin
@@ -270,7 +271,8 @@ class ToLearner(_message.Message):
     lease: Lease
     no_lease: NoLease
     pong: Pong
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ..., give_state: _Optional[_Union[GiveState, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., no_lease: _Optional[_Union[NoLease, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+    places: Places
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ..., give_state: _Optional[_Union[GiveState, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., no_lease: _Optional[_Union[NoLease, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., places: _Optional[_Union[Places, _Mapping]] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("ping",)
@@ -279,7 +281,7 @@ class Pong(_message.Message):
     def __init__(self, ping: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_steps", "quarantined", "leased")
+    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_steps", "quarantined", "leased", "places")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +292,7 @@ class Welcome(_message.Message):
     MERGED_STEPS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     slot: int
     step: int
@@ -300,7 +303,16 @@ class Welcome(_message.Message):
     merged_steps: _containers.RepeatedScalarFieldContainer[int]
     quarantined: bool
     leased: int
-    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ..., merged_steps: _Optional[_Iterable[int]] = ..., quarantined: bool = ..., leased: _Optional[int] = ...) -> None: ...
+    places: Places
+    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ..., merged_steps: _Optional[_Iterable[int]] = ..., quarantined: bool = ..., leased: _Optional[int] = ..., places: _Optional[_Union[Places, _Mapping]] = ...) -> None: ...
+
+class Places(_message.Message):
+    __slots__ = ("addresses", "of_fragment")
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    OF_FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    of_fragment: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., of_fragment: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("pool", "start", "count", "position")
@@ -333,14 +345,16 @@ class Begin(_message.Message):
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("fragment", "step", "min_base")
+    __slots__ = ("fragment", "step", "min_base", "anew")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MIN_BASE_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     step: int
     min_base: int
-    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., min_base: _Optional[int] = ...) -> None: ...
+    anew: bool
+    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., min_base: _Optional[int] = ..., anew: bool = ...) -> None: ...
 
 class Announce(_message.Message):
     __slots__ = ("fragment", "version", "step", "counted", "run_tokens")
@@ -545,3 +559,191 @@ class Fetched(_message.Message):
     first_chunk: int
     floor: int
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., since: _Optional[int] = ..., first_chunk: _Optional[int] = ..., floor: _Optional[int] = ...) -> None: ...
+
+class FromShard(_message.Message):
+    __slots__ = ("hello", "ready", "offered", "arrived", "made", "not_made", "published", "moved", "refused")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
+    NOT_MADE_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    hello: ShardHello
+    ready: ShardReady
+    offered: Offered
+    arrived: Offered
+    made: Made
+    not_made: NotMade
+    published: Published
+    moved: Moved
+    refused: ShardRefused
+    def __init__(self, hello: _Optional[_Union[ShardHello, _Mapping]] = ..., ready: _Optional[_Union[ShardReady, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., arrived: _Optional[_Union[Offered, _Mapping]] = ..., made: _Optional[_Union[Made, _Mapping]] = ..., not_made: _Optional[_Union[NotMade, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., refused: _Optional[_Union[ShardRefused, _Mapping]] = ...) -> None: ...
+
+class ShardHello(_message.Message):
+    __slots__ = ("protocol", "run_id", "number", "address")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    run_id: str
+    number: int
+    address: str
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., number: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class ShardReady(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Offered(_message.Message):
+    __slots__ = ("question", "name", "session", "header", "norm", "repeated")
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    REPEATED_FIELD_NUMBER: _ClassVar[int]
+    question: int
+    name: str
+    session: str
+    header: Upload
+    norm: float
+    repeated: bool
+    def __init__(self, question: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[str] = ..., header: _Optional[_Union[Upload, _Mapping]] = ..., norm: _Optional[float] = ..., repeated: bool = ...) -> None: ...
+
+class Made(_message.Message):
+    __slots__ = ("fragment", "version", "file", "checksum")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    file: str
+    checksum: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., file: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class NotMade(_message.Message):
+    __slots__ = ("fragment", "version", "reason")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    reason: str
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Published(_message.Message):
+    __slots__ = ("fragment", "version")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ShardRefused(_message.Message):
+    __slots__ = ("name", "header", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    header: Upload
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., header: _Optional[_Union[Upload, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ToShard(_message.Message):
+    __slots__ = ("welcome", "verdict", "merge", "publish", "put_back", "goodbye")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    MERGE_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    PUT_BACK_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    welcome: ShardWelcome
+    verdict: Verdict
+    merge: MergeOrder
+    publish: Published
+    put_back: StoredVersion
+    goodbye: ShardGoodbye
+    def __init__(self, welcome: _Optional[_Union[ShardWelcome, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., merge: _Optional[_Union[MergeOrder, _Mapping]] = ..., publish: _Optional[_Union[Published, _Mapping]] = ..., put_back: _Optional[_Union[StoredVersion, _Mapping]] = ..., goodbye: _Optional[_Union[ShardGoodbye, _Mapping]] = ...) -> None: ...
+
+class ShardWelcome(_message.Message):
+    __slots__ = ("versions",)
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    versions: _containers.RepeatedCompositeFieldContainer[StoredVersion]
+    def __init__(self, versions: _Optional[_Iterable[_Union[StoredVersion, _Mapping]]] = ...) -> None: ...
+
+class StoredVersion(_message.Message):
+    __slots__ = ("fragment", "version", "file", "checksum", "floor")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    file: str
+    checksum: int
+    floor: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., file: _Optional[str] = ..., checksum: _Optional[int] = ..., floor: _Optional[int] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("question", "reason", "damaged", "unhealthy", "unmerged")
+    QUESTION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    UNHEALTHY_FIELD_NUMBER: _ClassVar[int]
+    UNMERGED_FIELD_NUMBER: _ClassVar[int]
+    question: int
+    reason: str
+    damaged: bool
+    unhealthy: bool
+    unmerged: bool
+    def __init__(self, question: _Optional[int] = ..., reason: _Optional[str] = ..., damaged: bool = ..., unhealthy: bool = ..., unmerged: bool = ...) -> None: ...
+
+class MergeOrder(_message.Message):
+    __slots__ = ("fragment", "version", "step", "shares", "outer_lr", "outer_momentum", "presence")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    OUTER_LR_FIELD_NUMBER: _ClassVar[int]
+    OUTER_MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    step: int
+    shares: _containers.RepeatedCompositeFieldContainer[OrderedShare]
+    outer_lr: float
+    outer_momentum: float
+    presence: float
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[OrderedShare, _Mapping]]] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., presence: _Optional[float] = ...) -> None: ...
+
+class OrderedShare(_message.Message):
+    __slots__ = ("name", "session", "upto", "weight")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    UPTO_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    session: str
+    upto: int
+    weight: float
+    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., upto: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class ShardGoodbye(_message.Message):
+    __slots__ = ("reason", "over")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    over: bool
+    def __init__(self, reason: _Optional[str] = ..., over: bool = ...) -> None: ...

@@ -1,0 +1,82 @@
+"""Where a learner's bulk data goes: to the syncer itself, or, fragment by fragment, to its shards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skerry.wire.connection import TLS, open_channel
+from skerry.wire.lanes import Lanes
+from skerry.wire.service import SyncerStub
+
+
+class Routes:
+    """Of one connection to the syncer. Connections to shards come and go while it lasts."""
+
+    def __init__(
+        self, main: Lanes, connections: int, tls: TLS | None, open_lanes: Callable[[Sequence[SyncerStub]], Lanes]
+    ) -> None:
+        self.main = main
+        self._connections = connections
+        self._tls = tls
+        self._open_lanes = open_lanes
+        self._of_fragment: tuple[int, ...] = ()
+        self._shards: list[tuple[str, Lanes | None, list[Any]]] = []
+        """Address, lanes and channels of each."""
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def of(self, fragment: int) -> Lanes | None:
+        """None while nobody serves it. What is no fragment is the syncer's own."""
+        if not self._shards or fragment >= len(self._of_fragment):
+            return self.main
+        return self._shards[self._of_fragment[fragment]][1]
+
+    def place(self, addresses: Sequence[str], of_fragment: Sequence[int]) -> None:
+        """The syncer says where fragments are. What was under way to a place that has changed fails, and is tried again."""
+        before, self._shards = self._shards, []
+        for number, address in enumerate(addresses):
+            old = before[number] if number < len(before) else ("", None, [])
+            if old[0] == address:
+                self._shards.append(old)
+                continue
+            self._close(old)
+            channels = [open_channel(address, self._tls) for _ in range(self._connections)] if address else []
+            lanes = self._open_lanes([SyncerStub(channel) for channel in channels]) if address else None
+            self._shards.append((address, lanes, channels))
+        for old in before[len(addresses) :]:
+            self._close(old)
+        self._of_fragment = tuple(of_fragment)
+
+    @property
+    def _all(self) -> list[Lanes]:
+        return [self.main, *(lanes for _, lanes, _ in self._shards if lanes is not None)]
+
+    def drop_if_stuck(self) -> None:
+        for lanes in self._all:
+            lanes.drop_if_stuck()
+
+    @property
+    def queue_s(self) -> float:
+        """How long what is to be sent waited for its turn, of late, where that was longest."""
+        return max(lanes.queue_s for lanes in self._all)
+
+    def _close(self, shard: tuple[str, Lanes | None, list[Any]]) -> None:
+        _, lanes, channels = shard
+
+        async def close() -> None:
+            if lanes is not None:
+                await lanes.close()
+            for channel in channels:
+                await channel.close()
+
+        task = asyncio.get_running_loop().create_task(close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for shard in self._shards:
+            self._close(shard)
+        self._shards = []
+        await self.main.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
