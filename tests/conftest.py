@@ -75,9 +75,7 @@ class SyncerThread:
 
     async def _serve(self, listening: Callable[[int], None]) -> bool:
         store = RunStore(self.folder)
-        return await run_syncer(
-            store, self.address, self._tls, on_listening=listening, stop=self._stop, shards=self.shards
-        )
+        return await run_syncer(store, self.address, self._tls, on_listening=listening, stop=self._stop, shards=self.shards)
 
     def wait(self) -> bool:
         """Until the run has ended."""

@@ -197,7 +197,9 @@ def test_a_shard_that_is_away_stops_only_its_fragments(folder: Path, start_synce
     assert all(versions(folder)[fragment] == stands[fragment] for fragment in mine), "nobody could have merged these"
     assert island.steps > steps
     start_shard(syncer, 0)
-    poll(lambda: all(versions(folder)[fragment] > stands[fragment] + 1 for fragment in mine), "its fragments to be merged again")
+    poll(
+        lambda: all(versions(folder)[fragment] > stands[fragment] + 1 for fragment in mine), "its fragments to be merged again"
+    )
     island.leave()
 
 

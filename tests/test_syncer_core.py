@@ -28,6 +28,8 @@ from skerry.core.messages import (
     Disconnected,
     Ended,
     Event,
+    FragmentsAway,
+    FragmentsBack,
     Goodbye,
     GoodKept,
     Joined,
@@ -1537,7 +1539,8 @@ class World:
             self.asked[action.fragment].add((action.step, action.name))
             peer = self.peers[action.name]
             if peer.connected:
-                assert peer.answered.get(action.fragment) != action.step, "nobody waits for a second answer in one round"
+                again = peer.answered.get(action.fragment) == action.step
+                assert action.anew or not again, "nobody waits for a second answer in one round, unless the first was lost"
                 peer.questions[action.fragment] = action
         elif isinstance(action, Announce):
             assert action.version == self.core.fragments[action.fragment].version, "only what is stored is announced"
@@ -1560,6 +1563,8 @@ class World:
         assert merging == set(self.ordered), "a merge in flight is one that was ordered"
         if self.core.phase == "ended":
             assert all(fragment.round is None for fragment in self.core.fragments), "an ended run has no open rounds"
+        away = {i for i, f in enumerate(self.core.fragments) if f.away_since is not None and f.round}
+        assert away <= merging, "what nobody serves has no rounds, but for a merge that was ordered before"
         waited_for = {"training", "leaving"}
         if self.sync.wait or self.core.phase == "closing":
             waited_for.add("away")
@@ -1647,6 +1652,13 @@ class World:
             self.peers[offer.name].answered[offer.fragment] = offer.step
         assert ("refused" in recorded(self.apply(offer))) == refused
 
+    def lose_data(self, index: int) -> None:
+        """Whoever has the data of a fragment dies. A merge that was ordered may have come through all the same, or not."""
+        self.apply(FragmentsAway((index,)))
+
+    def serve_again(self, index: int) -> None:
+        self.apply(FragmentsBack((index,)))
+
     def lose(self, name: str) -> None:
         self.peers[name].connected = False
         self.peers[name].questions.clear()
@@ -1703,7 +1715,7 @@ class World:
 
     def left_alone(self) -> None:
         """When nobody says anything any more, every round comes to an end, and so does a run that was closing."""
-        for _ in range(3 * self.sync.fragments):
+        for _ in range(3 * self.sync.fragments + LAST_CHANCE):
             self.now += SILENCE_S
             self.apply(Tick())
             for index in list(self.ordered):
@@ -1792,6 +1804,11 @@ class AnyOrder(RuleBasedStateMachine):
     def a_merge_is_stored(self, data: st.DataObject, works: bool) -> None:
         self.world.store(data.draw(st.sampled_from(sorted(self.world.ordered))), works)
 
+    @rule(data=st.data(), back=st.booleans())
+    def data_is_lost_or_there_again(self, data: st.DataObject, back: bool) -> None:
+        index = data.draw(st.integers(0, self.world.sync.fragments - 1))
+        self.world.serve_again(index) if back else self.world.lose_data(index)
+
     @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 4.0, SILENCE_S + 1]))
     def time_passes(self, seconds: float) -> None:
         self.world.pass_time(seconds)
@@ -1843,9 +1860,10 @@ def test_long_lives_of_runs_keep_the_rules(block: int) -> None:
 def _live(world: World, rng: random.Random) -> None:
     """One thing happens."""
     kinds = ["train"] * 8 + ["answer"] * 8 + ["store"] * 6 + ["time"] * 3 + ["fetch", "connect"] * 2
-    kinds += ["nothing", "offer", "lose", "start", "leave", "crash", "freeze", "haunt"]
+    kinds += ["nothing", "offer", "lose", "start", "leave", "crash", "freeze", "haunt", "lose_data"]
+    kinds += ["serve_again"] * 2
     kind = rng.choice(kinds)
-    if kind in ("lose", "start", "leave", "crash", "freeze") and rng.random() < 0.7:
+    if kind in ("lose", "lose_data", "start", "leave", "crash", "freeze") and rng.random() < 0.7:
         return
     if kind == "train" and (names := world.training()):
         world.train(rng.choice(names), rng.randint(1, 3))
@@ -1874,6 +1892,10 @@ def _live(world: World, rng: random.Random) -> None:
         world.start(rng.choice(NAMES))
     elif kind == "haunt":
         world.haunt(rng.choice(NAMES))
+    elif kind == "lose_data":
+        world.lose_data(rng.randrange(world.sync.fragments))
+    elif kind == "serve_again":
+        world.serve_again(rng.randrange(world.sync.fragments))
     elif kind == "leave" and (names := world.connected()):
         world.apply(Leaving(rng.choice(names)))
     elif kind == "crash":

@@ -533,6 +533,8 @@ class SyncerCore:
         if gathering.void:
             self._drop_void(event.fragment, gathering, actions)
             return
+        # While it was being merged, nobody was struck off.
+        gathering.asked = {name for name in gathering.asked if name in gathering.arrived or self._may_answer(name)}
         gathering.not_before = now + RETRY_STORE_S
         actions.append(Record("merge_failed", {"fragment": event.fragment, "step": gathering.step, "reason": event.reason}))
 
@@ -679,6 +681,10 @@ class SyncerCore:
         if learner.phase == "away":
             return learner.began and (self.sync.wait or self.phase == "closing")
         return learner.phase == "training" or (learner.phase == "leaving" and self.phase == "closing")
+
+    def _may_answer(self, name: str) -> bool:
+        learner = self.learners.get(name)
+        return learner is not None and (learner.phase == "leaving" or self._worth_asking(learner))
 
     def _close_when_spent(self, actions: list[Action]) -> None:
         if self.phase == "running" and self.sync.budget_tokens and self.tokens >= self.sync.budget_tokens:
