@@ -164,6 +164,22 @@ def test_islands_step_on_and_nothing_merged_is_lost_when_the_syncer_is_killed(st
         assert alone and all(steps > 0 for steps in alone), "islands trained on while the syncer was away"
 
 
+def test_a_killed_shard_stops_only_its_fragments_and_a_killed_syncer_finds_its_shards_again(start_run) -> None:
+    tokens = 1_000_000
+    run = start_run(tokens, 3, "--islands.shards", "2")
+    run.until(lambda: run.run_tokens() > 0.05 * tokens, "the run to get going")
+    before = run.versions()
+    os.kill(run.part("shard-1").pid, signal.SIGKILL)
+    run.until(lambda: run.count("shard joined", None) >= 3, "the shard to come back")
+    run.until(lambda: min(newest - before[fragment] for fragment, newest in run.versions().items()) > 0, "merging to go on")
+    os.kill(run.part("syncer").pid, signal.SIGKILL)
+    run.until(lambda: run.count("shard joined", None) >= 5, "the shards to find the syncer again")
+    result = run.finish()
+    assert_learned(result, tokens, loss=4.8)
+    assert run.count("shard lost", None) >= 1
+    assert not any(process.is_running() for process in run.seen)
+
+
 def test_interrupted_run_leaves_no_process_and_goes_on_with_the_same_command(start_run) -> None:
     tokens = 300_000
     run = start_run(tokens, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from skerry.core.leases import Leases
 from skerry.learner.transfers import Transfers
 from skerry.syncer import run_folder
 from skerry.syncer.server import SyncerServer
+from skerry.syncer.shard import Shard
 from skerry.syncer.tape import Tape
 from skerry.wire import skerry_pb2 as pb
 
@@ -159,6 +161,30 @@ def an_expired_lease_is_used_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leases, "why_refused", lambda leases, name, session, samples: None)
 
 
+def a_shard_goes_on_from_what_it_had(patch: pytest.MonkeyPatch) -> None:
+    """Though a version that it made before its stream broke has counted since."""
+    serve = Shard._serve
+
+    async def once(shard: Shard, stored: pb.StoredVersion) -> None:
+        if stored.fragment not in shard._serving:
+            await serve(shard, stored)
+
+    patch.setattr(Shard, "_serve", once)
+
+
+def lost_contributions_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cores.SyncerCore, "_drop_void", lambda *_: None)
+
+
+def lost_answers_are_not_asked_for_again(patch: pytest.MonkeyPatch) -> None:
+    ask = cores.SyncerCore._ask
+
+    def plain(core: cores.SyncerCore, *arguments: Any) -> Any:
+        return dataclasses.replace(ask(core, *arguments), anew=False)
+
+    patch.setattr(cores.SyncerCore, "_ask", plain)
+
+
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     announced_before_it_is_stored: "was announced",
     written_without_being_synced: "has not ended|lost|another one before",
@@ -172,6 +198,9 @@ PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     an_expired_lease_is_used_on: "are in a merge of its own",
     what_learners_see_is_forgotten_in_a_restart: "another one before|holds something else",
     a_difference_is_added_to_the_version_in_the_model: "holds something else",
+    a_shard_goes_on_from_what_it_had: "is not what was merged",
+    lost_contributions_count: "rounds of the loop|broke: KeyError",
+    lost_answers_are_not_asked_for_again: "waits for a second answer",
 }
 
 

@@ -15,7 +15,8 @@ from google.protobuf.message import Message
 from skerry.core.codec import Codec, byte_tensor
 from skerry.core.fragment_codec import fragment_codec
 from skerry.observe.ledger import audit_run
-from skerry.syncer.run_folder import read_tape
+from skerry.syncer.run_folder import read_tape, read_version
+from skerry.syncer.store import Written
 from skerry.wire import skerry_pb2 as pb
 
 if TYPE_CHECKING:
@@ -66,10 +67,12 @@ class Checks:
                     self._answered.pop((session, fragment), None)
             elif message.HasField("lease"):
                 self._told[session, message.lease.position] = (message.lease.pool, message.lease.start, message.lease.count)
-            elif message.HasField("ask") and self._answered.get((session, message.ask.fragment)) == message.ask.step:
-                self.fail(
-                    f"round {message.ask.step} of fragment {message.ask.fragment} waits for a second answer of one learner"
-                )
+            elif message.HasField("ask"):
+                ask = message.ask
+                if ask.anew:  # the first was lost
+                    self._answered.pop((session, ask.fragment), None)
+                elif self._answered.get((session, ask.fragment)) == ask.step:
+                    self.fail(f"round {ask.step} of fragment {ask.fragment} waits for a second answer of one learner")
         elif isinstance(message, pb.BulkToLearner) and message.HasField("reply") and message.reply.accepted:
             self._answered[session, message.reply.fragment] = message.reply.step
 
@@ -92,6 +95,13 @@ class Checks:
             values = received.view(torch.float32)
         if not torch.equal(self._values.setdefault(key, values), values):
             self.fail(f"version {header.version} of fragment {header.fragment} was another one before")
+
+    def stored(self, written: Written, folder: Path) -> None:
+        """A version counts from now on. It is what learners will be given, whether or not any of them asks for it."""
+        fragment, version = self._world.layout.fragments[written.order.fragment], written.order.version
+        values = read_version(folder, fragment, {"file": written.file, "checksum": written.checksum}).public
+        if not torch.equal(self._values.setdefault((fragment.index, version), values), values):
+            self.fail(f"version {version} of fragment {fragment.index} was another one before")
 
     def held(self) -> None:
         """What learners hold as a version is what was handed out as that version."""

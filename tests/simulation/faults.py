@@ -48,9 +48,13 @@ def simulate(seed: int, root: Path, storm: bool = False) -> World:
     )
     if storm:
         sync = dataclasses.replace(sync, budget_tokens=3000)
-    world = World(seed, sync, chance.randint(2, 4), root)
+    shards = random.Random(f"shards {seed}")
+    shard_count = shards.choice([0, 0, 1, 2])
+    world = World(seed, sync, chance.randint(2, 4), root, shard_count)
     for _ in range(chance.randint(200, 300) if storm else chance.randint(4, 12)):
         world.loop.call_at(chance.uniform(0.3, 20.0 if storm else 7.0), _happen, chance.choice(KINDS), world)
+    for _ in range(shards.randint(40, 60) if storm else shards.randint(2, 8) if shard_count else 0):
+        world.loop.call_at(shards.uniform(0.3, 20.0 if storm else 7.0), _happen, shards.choice([kill_shard, cut_shard]), world)
     return world.run()
 
 
@@ -118,6 +122,39 @@ def kill_syncer(world: World, chance: random.Random) -> None:
     at_call, away_s = chance.choice([0, chance.randint(1, 40)]), chance.choice([0.1, 1.0, 7.0])
     world.fault(f"the syncer is killed in {at_call} calls to the disk for {away_s} s; of the disk: {what_stays}")
     world.kill_syncer(what_stays, at_call, away_s)
+
+
+def _to_a_shard(world: World, chance: random.Random, text: str, harm: Callable[[int], None]) -> None:
+    """At once, or at a moment that matters: it has just taken a contribution, made a version, or is told that it counts."""
+    number = chance.choice(sorted(world.shards) or [0])
+    moment = chance.choice(["", "verdict", "verdict", "made", "publish", "publish"])
+    if number not in world.shards:
+        return
+
+    def happen() -> None:
+        if not world.ended and world.shards[number].alive:
+            world.fault(f"shard {number} {text} {f'at: {moment}' if moment else ''}")
+            harm(number)
+
+    if moment:
+        world.at_message[f"shard-{number}"] = moment, happen
+    else:
+        happen()
+
+
+def kill_shard(world: World, chance: random.Random) -> None:
+    away_s = chance.choice([0.1, 1.0, 6.0])
+    _to_a_shard(world, chance, f"is killed for {away_s} s", lambda number: world.kill_shard(number, away_s))
+
+
+def cut_shard(world: World, chance: random.Random) -> None:
+    shard_s, syncer_s = chance.choice(NOTICED_S), chance.choice(NOTICED_S)
+
+    def cut(number: int) -> None:
+        for call in world.net.of(f"shard-{number}"):
+            call.break_off(shard_s, syncer_s)
+
+    _to_a_shard(world, chance, f"is cut off; noticed after {shard_s} s there, {syncer_s} s at the syncer", cut)
 
 
 def full_disk(world: World, chance: random.Random) -> None:

@@ -18,7 +18,11 @@ from skerry.wire.parcel import Parcel, pack, unpack
 
 NOTICED_S = (0.0, 0.0, 0.05, 1.0, 12.0)
 """How long after a stream broke one of its ends may go on as if nothing had happened."""
-KINDS: dict[str, tuple[Any, Any]] = {"control": (pb.ToSyncer, pb.ToLearner), "bulk": (pb.BulkToSyncer, pb.BulkToLearner)}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "control": (pb.ToSyncer, pb.ToLearner),
+    "bulk": (pb.BulkToSyncer, pb.BulkToLearner),
+    "shard": (pb.FromShard, pb.ToShard),
+}
 
 
 class Network:
@@ -27,8 +31,10 @@ class Network:
         self.chance = chance
         self.server: Any = None
         """The syncer that listens, if there is one."""
+        self.shards: dict[str, Any] = {}
+        """Address → the shard that listens there."""
         self.hosts: dict[str, str] = {}
-        """Address → island."""
+        """Address → the island or shard that knows the syncer by it."""
         self.calls: list[Call] = []
         self.held_until: dict[str, float] = {}
         self.delay_s: dict[str, float] = {}
@@ -38,6 +44,8 @@ class Network:
         """What the syncer sends to a session, as it sends it."""
         self.on_up: Callable[[str, Message], None] = lambda session, message: None
         """What a session sends, as it arrives."""
+        self.on_shard: Callable[[str, str], None] = lambda shard, kind: None
+        """What kind of message a shard is about to send or to be sent."""
 
     def delay(self, island: str) -> float:
         return self.chance.choice([0.001, 0.003, 0.003, 0.01, 0.05]) * self.delay_s.get(island, 1.0)
@@ -45,7 +53,11 @@ class Network:
     # ------------------------------------------------------------ what stands in for gRPC
 
     def open_channel(self, address: str, tls: object) -> Channel:
-        return Channel(self, self.hosts[address])
+        """To the syncer, or to a shard; who opened that one is known when it says hello."""
+        return Channel(self, self.hosts.get(address, ""), address)
+
+    def at(self, address: str) -> Any:
+        return self.server if address in self.hosts else self.shards.get(address)
 
     def listen(self, server: Any) -> None:
         self.server = server
@@ -59,27 +71,32 @@ class Network:
     def of(self, island: str, method: str | None = None) -> list[Call]:
         return [call for call in self.calls if call.island == island and method in (None, call.method)]
 
-    def syncer_gone(self, server: Any) -> None:
+    def gone(self, server: Any) -> None:
+        """The syncer, or a shard."""
         self.stop_listening(server)
+        self.shards = {address: shard for address, shard in self.shards.items() if shard is not server}
         for call in [call for call in self.calls if call.server is server]:
             call.end_handler()
             call.break_off(self.chance.choice(NOTICED_S), 0.0)
 
 
 class Channel:
-    def __init__(self, net: Network, island: str) -> None:
-        self.net, self.island = net, island
+    def __init__(self, net: Network, island: str, address: str) -> None:
+        self.net, self.island, self.address = net, island, address
         self._calls: list[Call] = []
 
     async def __aenter__(self) -> Channel:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
         for call in self._calls:
             call.cancel()
 
     def open(self, method: str) -> Call:
-        call = Call(self.net, self.island, method)
+        call = Call(self.net, self.island, method, self.net.at(self.address))
         self._calls.append(call)
         return call
 
@@ -102,6 +119,9 @@ class Stub:
     def bulk(self) -> Call:
         return self._channel.open("bulk")
 
+    def shard(self) -> Call:
+        return self._channel.open("shard")
+
 
 class _Context:
     def __init__(self, call: Call) -> None:
@@ -116,11 +136,11 @@ class _Context:
 
 
 class Call:
-    """One stream. The island's end reads, writes and cancels it as it would a call of gRPC."""
+    """One stream. The end of the island or shard reads, writes and cancels it as it would a call of gRPC."""
 
-    def __init__(self, net: Network, island: str, method: str) -> None:
+    def __init__(self, net: Network, island: str, method: str, server: Any) -> None:
         self.net, self.island, self.method = net, island, method
-        self.server = net.server
+        self.server = server
         self._up: asyncio.Queue[Any] = asyncio.Queue()
         self._down: asyncio.Queue[Any] = asyncio.Queue()
         self._arrival = {"up": 0.0, "down": 0.0}
@@ -142,8 +162,9 @@ class Call:
         if self._over:
             raise WireError("unavailable: the stream is over")
         await asyncio.sleep(0)
-        if _plain(message).HasField("hello"):
-            self._session = _plain(message).hello.session
+        if _plain(message).HasField("hello") and self.method != "shard":
+            hello = _plain(message).hello
+            self.island, self._session = hello.name, hello.session
         self.pass_on("up", message)
 
     async def read(self) -> Any:
@@ -163,8 +184,9 @@ class Call:
     async def _serve(self) -> None:
         end: Any = grpc.aio.EOF
         try:
-            if self.method == "control":
-                async with contextlib.aclosing(self.server.control(self._incoming(), None)) as answers:
+            if self.method != "bulk":
+                serve = self.server.control if self.method == "control" else self.server.shard
+                async with contextlib.aclosing(serve(self._incoming(), None)) as answers:
                     async for message in answers:
                         self.pass_on("down", message)
             else:
@@ -194,6 +216,8 @@ class Call:
     def pass_on(self, way: str, message: Message | Parcel[Any]) -> None:
         if way == "down":
             self.net.on_down(self._session, _plain(message))
+        if self.method == "shard":
+            self.net.on_shard(self.island, message.WhichOneof("message") or "")
         kind = KINDS[self.method][way == "down"]
         data = pack(message) if isinstance(message, Parcel) else message.SerializeToString()
         if self.net.damage and self.net.chance.random() < self.net.damage:

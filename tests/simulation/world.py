@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import logging
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -30,9 +31,11 @@ from skerry.core.leases import Pool
 from skerry.core.tensors import model_tensors
 from skerry.errors import SkerryError, WireError
 from skerry.learner import link as links
+from skerry.learner import routes
 from skerry.learner.learner import Learner, adopt_ready
 from skerry.learner.sampler import ALONE_S
 from skerry.syncer import server as servers
+from skerry.syncer import shard as shards
 from skerry.syncer.bulk import Bulk
 from skerry.syncer.store import RunStore
 from skerry.wire import chunks
@@ -82,7 +85,9 @@ class SyncerLife:
             return
         try:
             store = RunStore(self.folder)
-            ended = await servers.run_syncer(store, "127.0.0.1:1", None, on_listening=lambda port: None)
+            ended = await servers.run_syncer(
+                store, "127.0.0.1:1", None, on_listening=lambda port: None, shards=world.shard_count
+            )
         except SkerryError as error:
             if self.alive:  # a full disk, for instance; it is started again
                 world.note(f"the syncer gave up: {error}")
@@ -100,7 +105,55 @@ class SyncerLife:
         """As by kill -9: nothing it does from here on has any effect."""
         self.alive = False
         if self.server is not None:
-            self.world.net.syncer_gone(self.server)
+            self.world.net.gone(self.server)
+        self.world.loop.call_soon(self.task.cancel)
+
+
+class ShardLife:
+    """The process of a shard. Each listens at another address than the one before."""
+
+    def __init__(self, world: World, folder: Path, number: int) -> None:
+        self.world, self.folder, self.number = world, folder, number
+        self.name = f"shard-{number}"
+        self._syncer = f"127.0.0.1:{60_000 + number}"
+        world.net.hosts[self._syncer] = self.name
+        self._shard: Any = None
+        self.alive = True
+        self.task = world.loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        world = self.world
+        await asyncio.sleep(START_UP_S)
+        if not self.alive:
+            return
+        try:
+            shard = self._shard = shards.Shard(self.folder, self.number)
+            address = f"127.0.0.1:{next(world.ports)}"
+            world.net.shards[address] = shard
+            follow = world.loop.create_task(shard.follow(self._syncer, address, None))
+            try:
+                await asyncio.wait({follow, shard.failed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                follow.cancel()
+            if shard.failed.done():
+                shard.failed.result()
+            await follow
+        except SkerryError as error:
+            world.note(f"{self.name} gave up: {error}")
+            if self.alive:
+                world.kill_shard(self.number, 0.5)
+        except asyncio.CancelledError:
+            return
+        except Exception as error:
+            if self.alive:
+                world.errors.append(f"{self.name} broke: {error!r}")
+
+    def die(self) -> None:
+        self.alive = False
+        for call in self.world.net.of(self.name):
+            call.break_off(0.0, self.world.chance.choice(NOTICED_S))
+        if self._shard is not None:
+            self.world.net.gone(self._shard)
         self.world.loop.call_soon(self.task.cancel)
 
 
@@ -187,8 +240,13 @@ class Island:
 
 
 class World:
-    def __init__(self, seed: int, sync: SyncConfig, islands: int, root: Path) -> None:
+    def __init__(self, seed: int, sync: SyncConfig, islands: int, root: Path, shard_count: int = 0) -> None:
         self.seed, self.sync, self.root = seed, sync, root
+        self.shard_count = shard_count
+        self.shards: dict[int, ShardLife] = {}
+        self.ports = itertools.count(9_000)
+        self.at_message: dict[str, tuple[str, Callable[[], None]]] = {}
+        """Shard → what happens to it when the next message of that kind is sent."""
         self.chance = random.Random(seed)
         self.clock = VirtualClock()
         self.syncer_clock = OffsetClock(self.clock)
@@ -210,13 +268,14 @@ class World:
         self.checks = Checks(self)
         self.net.on_down = self.checks.told
         self.net.on_up = self.checks.given
+        self.net.on_shard = self._shard_message
         self.pool = self.chance.choice([None, Pool("", 30), Pool("", 400)])
         """What the islands read, if they take part in leases: a little more than one epoch, or a part of one."""
         self.batch = self.chance.choice([1, 3])
         self._count = islands
         self.islands: dict[str, Island] = {}
         self.life: SyncerLife | None = None
-        self._processes: list[SyncerLife | Island] = []
+        self._processes: list[SyncerLife | ShardLife | Island] = []
         """All there were: a loop keeps no hold of its tasks."""
 
     def note(self, text: str) -> None:
@@ -240,6 +299,24 @@ class World:
     def start_syncer(self) -> None:
         self.life = SyncerLife(self, self.root / f"life-{self._lives}")
         self._processes.append(self.life)
+        for number in range(self.shard_count):
+            self.start_shard(number)
+
+    def start_shard(self, number: int) -> None:
+        old = self.shards.get(number)
+        if not self.ended and (old is None or not old.alive):
+            self.shards[number] = ShardLife(self, self.root / f"life-{self._lives}", number)
+            self._processes.append(self.shards[number])
+
+    def _shard_message(self, shard: str, kind: str) -> None:
+        if shard in self.at_message and self.at_message[shard][0] == kind:
+            self.loop.call_soon(self.at_message.pop(shard)[1])
+
+    def kill_shard(self, number: int, away_s: float) -> None:
+        shard = self.shards.get(number)
+        if shard is not None and shard.alive:
+            shard.die()
+            self.loop.call_later(away_s, self.start_shard, number)
 
     def syncer_died(self, life: SyncerLife, what_stays: Literal["kept"] | Cut, away_s: float = 0.5) -> None:
         """The process is gone, and with a power cut what was not synced may be gone as well. Another one is started."""
@@ -249,6 +326,8 @@ class World:
         name = life.folder.name
         self._dead.add(name)
         life.die()
+        for shard in self.shards.values():  # on the same machine, with the same disk
+            shard.die()
         self._lives += 1
         target = self.root / f"life-{self._lives}"
         model = self.disk.state.now[name]
@@ -373,7 +452,7 @@ class _Listening:
         self._net, self._server = net, server
 
     async def stop(self, grace: float) -> None:
-        self._net.syncer_gone(self._server)
+        self._net.gone(self._server)
 
 
 @contextlib.contextmanager
@@ -390,7 +469,12 @@ def _in_place_of_the_real(world: World) -> Iterator[None]:
     def nobody_gives(link: Any) -> list[bytes]:
         raise WireError("not in a simulation: it would wait in this thread")
 
-    take, finish = Bulk.take, Download.finish
+    take, finish, commit = Bulk.take, Download.finish, RunStore.commit
+
+    def committed(store: RunStore, merges: Any, standing: Any, entries: Any) -> None:
+        commit(store, merges, standing, entries)
+        for written in merges:
+            world.checks.stored(written, store.folder)
 
     async def taken(bulk: Bulk, name: str, session: str, header: pb.Upload, assembly: chunks.Assembly) -> None:
         world.checks.taken(session, header, bytes(assembly.finish()))
@@ -407,12 +491,18 @@ def _in_place_of_the_real(world: World) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (links, "open_channel", world.net.open_channel),
         (links, "SyncerStub", Stub),
+        (routes, "open_channel", world.net.open_channel),
+        (routes, "SyncerStub", Stub),
+        (shards, "open_channel", world.net.open_channel),
+        (shards, "SyncerStub", Stub),
+        (shards, "uuid", SimpleNamespace(uuid4=lambda: UUID(int=numbers.getrandbits(128)))),
         (links, "shared_loop", lambda: world.loop),
         (links, "DaemonWorkers", _NoWorkers),
         (links.Link, "fetch_state", nobody_gives),
         (servers.SyncerServer, "serve", serve),
         (Bulk, "take", taken),
         (Download, "finish", fetched),
+        (RunStore, "commit", committed),
         (chunks, "CHUNK_BYTES", CHUNK_BYTES[world.seed % len(CHUNK_BYTES)]),
         (servers, "SystemClock", lambda: world.syncer_clock),
         (links, "uuid", SimpleNamespace(uuid4=lambda: UUID(int=numbers.getrandbits(128)))),
