@@ -46,12 +46,12 @@ class Run:
 
     def part(self, name: str) -> psutil.Process:
         """The process of a part, once it has been started."""
-        mark = {"syncer": "syncer", "validator": "validator"}.get(name, name)
+        marks = set(name.split("-")) if name.startswith("shard-") else {name}
 
         def find() -> psutil.Process | None:
             for child in self.process.children():
                 try:
-                    if mark in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                    if marks <= set(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
                         return child
                 except psutil.NoSuchProcess:
                     continue
