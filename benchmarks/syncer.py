@@ -1,7 +1,7 @@
 """How many bytes of contributions a syncer merges in a second, beside what a plain gRPC stream of the same bytes reaches; what
 a merge costs as learners and fragments grow; and how much memory it takes.
 
-    python benchmarks/syncer.py [--quick] [--profile]
+    python benchmarks/syncer.py [--quick] [--profile] [--shards 2 4]
 
 The syncer is a process of its own. Learners are made of bare calls in this one: they answer every question at once with bytes
 made beforehand, so that all the time there is goes into sending, receiving, checking, decoding, merging and storing. The
@@ -62,7 +62,8 @@ class Caller:
     def __init__(self, address: str, model: nn.Module, name: str, fragments: int, data: list[memoryview]) -> None:
         self._channels = [open_channel(address, None) for _ in range(2)]
         self._control = SyncerStub(self._channels[0]).control()
-        self._bulk = SyncerStub(self._channels[1]).bulk()
+        self._bulk = [SyncerStub(self._channels[1]).bulk()]
+        self._place = [0] * fragments
         self._name, self._data = name, data
         self._sums = [checksum(one) for one in data]
         self._specs = [spec for spec, _ in model_tensors(model)]
@@ -75,9 +76,16 @@ class Caller:
         tensors = [pb.Tensor(name=s.name, shape=s.shape, dtype=s.dtype, rule=s.rule) for s in self._specs]
         hello = pb.Hello(protocol=PROTOCOL, name=self._name, session=self._name, tensors=tensors, run_id="")
         await self._control.write(pb.ToSyncer(hello=hello))
-        await self._until("welcome")
+        places = (await self._until("welcome")).welcome.places
+        while not all(places.addresses):
+            places = (await self._until("places")).places
+        if places.addresses:
+            self._place = list(places.of_fragment)
+            self._channels += [open_channel(address, None) for address in places.addresses]
+            self._bulk = [SyncerStub(channel).bulk() for channel in self._channels[-len(places.addresses) :]]
         await self._control.write(pb.ToSyncer(ready=pb.Ready()))
-        await self._bulk.write(Parcel(pb.BulkToSyncer(hello=pb.BulkHello(name=self._name, session=self._name))))
+        for bulk in self._bulk:
+            await bulk.write(Parcel(pb.BulkToSyncer(hello=pb.BulkHello(name=self._name, session=self._name))))
         await self._until("begin")
 
     async def _until(self, kind: str) -> Any:
@@ -89,7 +97,7 @@ class Caller:
                 return message
 
     async def train(self, until_s: float) -> None:
-        reader = asyncio.ensure_future(self._read_replies())
+        readers = [asyncio.ensure_future(self._read_replies(bulk)) for bulk in self._bulk]
         for _ in range(AHEAD):
             await self._report()
         while time.time() < until_s:
@@ -100,9 +108,10 @@ class Caller:
             elif message.HasField("announce"):
                 self._versions[message.announce.fragment] = message.announce.version
                 await self._report()
-        reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await reader
+        for reader in readers:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
 
     async def _report(self) -> None:
         self._step += 1
@@ -118,12 +127,12 @@ class Caller:
         )  # fmt: skip
         message = pb.BulkToSyncer(upload=header)
         for number in range(count_chunks(len(data))):
-            await self._bulk.write(Parcel(message, chunk(data, number)))
+            await self._bulk[self._place[ask.fragment]].write(Parcel(message, chunk(data, number)))
             message = pb.BulkToSyncer()
         self.sent += len(data)
 
-    async def _read_replies(self) -> None:
-        while (parcel := await self._bulk.read()) is not grpc.aio.EOF:
+    async def _read_replies(self, bulk: Any) -> None:
+        while (parcel := await bulk.read()) is not grpc.aio.EOF:
             reply = parcel.message.reply
             assert reply.accepted, reply.reason
 
@@ -139,7 +148,13 @@ def contributions(numel: int) -> list[memoryview]:
 
 
 def run_syncer(
-    learners: int, fragments: int, numel: int, seconds: float, place: str | None = None, publish: Any = "fp32"
+    learners: int,
+    fragments: int,
+    numel: int,
+    seconds: float,
+    place: str | None = None,
+    publish: Any = "fp32",
+    shards: int = 0,
 ) -> dict[str, float]:
     model = Wide(fragments, numel)
     parameters = sum(p.numel() for p in model.parameters())
@@ -158,7 +173,7 @@ def run_syncer(
     assert {fragment.numel for fragment in layout.fragments} == {numel}
     with tempfile.TemporaryDirectory(dir=place) as parent:
         folder = skerry.create(Path(parent) / "run", model, sync)
-        with skerry.serve(folder) as address:
+        with skerry.serve(folder, shards=shards) as address:
             run_id = describe(address, None, 60).run_id
             syncer = next(child for child in psutil.Process().children() if "syncer" in " ".join(child.cmdline()))
             data = contributions(numel)
@@ -281,12 +296,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--profile", action="store_true", help="only say where a merge's time goes")
+    parser.add_argument(
+        "--shards", type=int, nargs="*", default=[], help="only what is merged with so many shards, beside none"
+    )
     options = parser.parse_args()
     seconds = 5.0 if options.quick else 15.0
     torch.set_num_threads(1)
     if options.profile:
         keep_freed_memory()
         profile()
+        return
+    if options.shards:
+        for shards in [0, *options.shards]:
+            found = run_syncer(8, 16, 1 << 22, seconds, MEMORY, shards=shards)
+            print(f"{shards} shards, 8 learners, run folder in memory: {found['bytes_per_s'] / 1e6:.0f} MB/s", flush=True)
         return
     ratios = []
     for turn in range(1 if options.quick else 3):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from skerry.core.block_codecs import E3M0, Fp8, Int4, Int8
 from skerry.core.topk_codec import TopK
+from skerry.core.vectors import empty_like
 from skerry.errors import WireError
 
 if sys.byteorder != "little":  # pragma: no cover - no such machine is supported by torch wheels
@@ -46,7 +47,7 @@ class Codec(Protocol):
         ...
 
     def encode(self, vector: Tensor) -> Tensor:
-        """Bytes, as a flat uint8 tensor on the vector's device. They may share the vector's memory."""
+        """Bytes, as a flat uint8 tensor on the vector's device. Those of an exact codec may share the vector's memory."""
         ...
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
@@ -70,7 +71,8 @@ class Cast:
         return self._dtype.itemsize * numel
 
     def encode(self, vector: Tensor) -> Tensor:
-        return vector.to(self._dtype).contiguous().view(torch.uint8)
+        same = vector.dtype == self._dtype and vector.is_contiguous()
+        return (vector if same else empty_like(vector, self._dtype).copy_(vector)).view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         return data.view(self._dtype)

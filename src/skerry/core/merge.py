@@ -19,6 +19,7 @@ from torch import Tensor
 
 from skerry.core.codec import Codec
 from skerry.core.fragment import Fragment, Layout
+from skerry.core.vectors import empty_like
 
 
 @dataclass
@@ -47,8 +48,10 @@ def publish(before: FragmentState, after: FragmentState, codec: Codec) -> tuple[
     """
     if codec.exact:
         return FragmentState(after.values, after.momentum), codec.encode(after.values)
-    data = codec.encode(after.values - before.public)
-    shown = before.public + codec.decode(data, after.values.numel())
+    difference = torch.sub(after.values, before.public, out=empty_like(after.values))
+    data = codec.encode(difference)
+    # The difference is not needed any more, and its memory is.
+    shown = torch.add(before.public, codec.decode(data, after.values.numel()), out=difference)
     return FragmentState(after.values, after.momentum, shown), data
 
 
@@ -101,15 +104,11 @@ def _square_norm(block: Tensor) -> float:
 
 def mean(deltas: Sequence[Tensor], weights: Sequence[float], out: Tensor | None = None) -> Tensor:
     """Weighted mean. The order of summation is the order given, so equal inputs give equal bits."""
-    result = _fp32_like(deltas[0]) if out is None else out
+    result = empty_like(deltas[0]) if out is None else out
     total = sum(weights)
     for here in _blocks(result):
         _sum(deltas, [share / total for share in weights], here, result[here])
     return result
-
-
-def _fp32_like(vector: Tensor) -> Tensor:
-    return torch.empty_like(vector, dtype=torch.float32)
 
 
 def _sum(deltas: Sequence[Tensor], shares: Sequence[float], here: slice, result: Tensor) -> None:
@@ -131,7 +130,7 @@ def radial_mean(
 
     Progress vectors of different learners are nearly orthogonal, so their plain mean shrinks as 1/√M; this keeps the length.
     """
-    result = _fp32_like(deltas[0]) if out is None else out
+    result = empty_like(deltas[0]) if out is None else out
     if len(deltas) == 1:
         return result.copy_(deltas[0])
     total = sum(weights)
@@ -151,7 +150,7 @@ def radial_mean(
 
 def nesterov(state: FragmentState, gradient: Tensor, lr: float, momentum: float) -> FragmentState:
     """One step of SGD with Nesterov momentum; equal to torch.optim.SGD(nesterov=True) when momentum > 0."""
-    after = FragmentState(torch.empty_like(state.values), torch.empty_like(state.momentum))
+    after = FragmentState(empty_like(state.values), empty_like(state.momentum))
     for here in _blocks(gradient):
         # The same operations in the same order as torch's, so that the result is the same to the bit.
         buffer = torch.mul(state.momentum[here], momentum, out=after.momentum[here]).add_(gradient[here])
@@ -175,7 +174,7 @@ def merge(
 ) -> FragmentState:
     """The next version of a fragment. `presence` scales the progress when live learners are missing from the merge. `norms` are
     those of each contribution, as `norms_of` gives them, if somebody has worked them out."""
-    progress = torch.empty_like(state.values)
+    progress = empty_like(state.values)
     statistics = torch.zeros(fragment.numel, dtype=torch.bool) if _has_statistics(layout, fragment) else None
     at = 0
     for number, piece in enumerate(fragment.pieces):

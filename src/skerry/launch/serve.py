@@ -22,13 +22,16 @@ def create(folder: str | Path, model: nn.Module, sync: SyncConfig | None = None)
 
 
 @contextlib.contextmanager
-def serve(folder: str | Path, port: int = 0) -> Iterator[str]:
-    """Run a syncer for this folder as a process of its own; gives its address and stops it at the end."""
+def serve(folder: str | Path, port: int = 0, shards: int = 0) -> Iterator[str]:
+    """Run a syncer for this folder as a process of its own, with as many more as it has shards; gives its address and stops
+    them at the end."""
     port = port or free_port()
     address = f"127.0.0.1:{port}"
-    child = Child("syncer", skerry_command("syncer", str(folder), "--address", address), Path(folder) / "syncer.log")
-    child.start()
-    try:
+    commands = {"syncer": ["syncer", str(folder), "--address", address, "--shards", str(shards)]}
+    commands |= {f"shard-{n}": ["shard", str(folder), address, "--number", str(n)] for n in range(shards)}
+    children = [Child(name, skerry_command(*words), Path(folder) / f"{name}.log") for name, words in commands.items()]
+    with contextlib.ExitStack() as running:
+        for child in children:
+            child.start()
+            running.callback(child.stop)
         yield address
-    finally:
-        child.stop()
