@@ -98,13 +98,20 @@ class SyncerThread:
 class ShardThread(SyncerThread):
     """The same of a shard, for a syncer that has some."""
 
-    def __init__(self, syncer: SyncerThread, number: int) -> None:
+    def __init__(self, syncer: SyncerThread, number: int, advertised: str = "") -> None:
         super().__init__(syncer.folder)
-        self._syncer, self._number = syncer.address, number
+        self._syncer, self._number, self._advertised = syncer.address, number, advertised
 
     async def _serve(self, listening: Callable[[int], None]) -> bool:
         return await run_shard(
-            self.folder, self._number, self._syncer, self.address, "", None, on_listening=listening, stop=self._stop
+            self.folder,
+            self._number,
+            self._syncer,
+            self.address,
+            self._advertised,
+            None,
+            on_listening=listening,
+            stop=self._stop,
         )
 
 
@@ -135,8 +142,8 @@ def start_syncer() -> Iterator[Callable[..., SyncerThread]]:
 def start_shard() -> Iterator[Callable[..., ShardThread]]:
     started: list[ShardThread] = []
 
-    def start(syncer: SyncerThread, number: int) -> ShardThread:
-        shard = ShardThread(syncer, number)
+    def start(syncer: SyncerThread, number: int, advertised: str = "") -> ShardThread:
+        shard = ShardThread(syncer, number, advertised)
         started.append(shard)
         shard.start()
         return shard

@@ -154,8 +154,11 @@ def tape_kinds(folder: Path) -> list[str]:
 class RawLearner:
     """One control stream and one bulk channel. Nothing is checked here, so that everything is checked there."""
 
-    def __init__(self, address: str, model: nn.Module, fragments: int, name: str = "raw", session: str = "first") -> None:
+    def __init__(
+        self, address: str, model: nn.Module, fragments: int, name: str = "raw", session: str = "first", shard: str = ""
+    ) -> None:
         self.name, self.session = name, session
+        self._bulk_address = shard or address
         self.specs = [spec for spec, _ in model_tensors(model)]
         self.layout: Layout = split(self.specs, fragments)
         self._address = address
@@ -165,7 +168,7 @@ class RawLearner:
     async def __aenter__(self) -> RawLearner:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         self._control = grpc.aio.insecure_channel(self._address, options=options)
-        self._bulk = grpc.aio.insecure_channel(self._address, options=options)
+        self._bulk = grpc.aio.insecure_channel(self._bulk_address, options=options)
         # As protobuf by itself reads and writes it, for comparison.
         self.open_lane = self._bulk.stream_stream(
             "/skerry.v1.Syncer/Bulk", pb.BulkToSyncer.SerializeToString, pb.BulkToLearner.FromString

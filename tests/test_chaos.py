@@ -246,10 +246,13 @@ def test_island_whose_link_is_cut_trains_on_alone_and_comes_back(run: Run) -> No
 @pytest.mark.parametrize("words", ["throttle island-1 0.05mbps up for 4s", "delay island-2 700ms for 4s"])
 def test_island_with_a_bad_link_is_in_fewer_merges_and_holds_up_nobody(run: Run, words: str) -> None:
     slow = words.split()[1]
-    fault = run.suffer(words)
-    healed = run.event(fault, "healed", slow, words)
-    for other in set(ISLANDS) - {slow}:
-        assert 2 * run.merges_of(slow, fault, healed) < run.merges_of(other, fault, healed)
+    merges = dict.fromkeys(ISLANDS, 0)
+    while min(merges[other] for other in set(ISLANDS) - {slow}) < 10:  # on a busy machine once is not enough to compare
+        fault = run.suffer(words)
+        healed = run.event(fault, "healed", slow, words)
+        for island in ISLANDS:
+            merges[island] += run.merges_of(island, fault, healed)
+    assert all(2 * merges[slow] < merges[other] for other in set(ISLANDS) - {slow}), merges
     run.merged_again(slow, healed)
 
 

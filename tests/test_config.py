@@ -42,7 +42,7 @@ def test_an_unknown_key_is_named_with_its_place(path: str) -> None:
 
 def test_an_unknown_key_is_answered_with_the_known_ones() -> None:
     assert refusal({"islands": {"cout": 3}}).endswith(
-        "known here: cap_mbit, connections, count, device, regions, restarts, threads"
+        "known here: cap_mbit, connections, count, device, regions, restarts, shards, threads"
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import sqlite3
 import threading
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from skerry.errors import RunFailed
 from skerry.syncer import shard as shard_process
 from skerry.syncer.run_folder import read_model
 from skerry.syncer.shards import spread
+from skerry.syncer.store import RunStore, Written
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(1, 24), st.integers(1, 9))
@@ -282,3 +285,71 @@ def test_a_shard_of_another_run_is_turned_away(tmp_path: Path, start_syncer, sta
     shard = start_shard(syncer, 0)
     with pytest.raises(RunFailed, match="this syncer serves run"):
         shard.wait()
+
+
+@pytest.mark.parametrize("address", ["10.1.2.3:7000", "shard.example.org", "shard.example.org:seven"])
+def test_a_shard_that_no_island_could_reach_is_turned_away(folder: Path, start_syncer, start_shard, address: str) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    shard = start_shard(start_syncer(folder, shards=1), 0, address)
+    with pytest.raises(RunFailed, match="learners cannot reach shard 0"):
+        shard.wait()
+
+
+def test_a_shard_that_has_a_copy_of_the_folder_is_not_let_in(tmp_path: Path, start_syncer, start_shard) -> None:
+    folder = skerry.create(tmp_path / "run", small_model(), DECOUPLED)
+    shutil.copytree(folder, tmp_path / "copy")
+    syncer = start_syncer(folder, shards=1)
+    syncer.folder = tmp_path / "copy"  # from here on only where the shard looks
+    shard = start_shard(syncer, 0)
+    poll(lambda: any("does not see the run folder" in entry["reason"] for entry in tape(folder, "refused")), "the refusal")
+    shard.stop()
+    assert not tape(folder, "shard_joined")
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def test_commits_that_fail_leave_no_files_behind(folder: Path, start_syncer, start_shard, monkeypatch) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    syncer = start_syncer(folder, shards=1)
+    start_shard(syncer, 0)
+    failing, insert = threading.Event(), RunStore._insert
+    tries: list[int] = []
+
+    def fail(store: RunStore, written: Written) -> None:
+        if failing.is_set():
+            tries.append(written.order.fragment)
+            raise sqlite3.OperationalError("disk I/O error")
+        insert(store, written)
+
+    monkeypatch.setattr(RunStore, "_insert", fail)
+    island = Trains(syncer.address)
+    poll(lambda: min(versions(folder)) > 1, "all fragments to be merged")
+    failing.set()
+    poll(lambda: len(tries) >= 5, "several commits to fail")
+    assert len(list((folder / "fragments").iterdir())) <= 4 * 3, "two versions that count and the one that does not"
+    failing.clear()
+    before = versions(folder)
+    poll(lambda: all(now > then + 1 for now, then in zip(versions(folder), before, strict=True)), "merging to go on")
+    island.leave()
+    assert len(list((folder / "fragments").iterdir())) == 4 * 2
+
+
+def test_what_a_killed_shard_was_writing_is_removed_when_another_comes(folder: Path, start_syncer, start_shard) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    syncer = start_syncer(folder, shards=2)
+    start_shard(syncer, 0)
+    mine, others = fragments_of(0)[0], fragments_of(1)[0]
+    poll(lambda: tape(folder, "shard_joined"), "the first to join")
+    for fragment in (mine, others):
+        for name in (
+            f".{fragment:04d}-00000001-abcdef01-1.safetensors.partial",
+            f"{fragment:04d}-00000001-abcdef01-2.safetensors",
+        ):
+            (folder / "fragments" / name).write_bytes(b"half")
+    start_shard(syncer, 1)
+    poll(lambda: len(tape(folder, "shard_joined")) == 2, "the second to join")
+    left = {path.name for path in (folder / "fragments").iterdir() if "abcdef01" in path.name}
+    assert {name.lstrip(".")[:4] for name in left} == {f"{mine:04d}"}, (
+        "its own are gone, those of the other are not its business"
+    )

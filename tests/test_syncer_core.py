@@ -2010,3 +2010,14 @@ def test_a_restored_run_turns_away_one_whose_place_was_taken_though_the_new_one_
     [welcome] = of(Welcome, again.join("a", "second"))
     assert not welcome.resumed
     assert again.core.tokens == run.core.tokens
+
+
+def test_a_round_whose_answers_were_lost_keeps_its_number_whoever_declined_an_earlier_one() -> None:
+    run = running("a", quorum=0, wait=True, overlap=0, every=4)
+    run.report("a", 4)
+    run.nothing("a")
+    [asked] = of(Ask, run.report("a", 8))
+    assert asked.step == 8
+    run.send(FragmentsAway((0,)))
+    [again] = of(Ask, run.send(FragmentsBack((0,))))
+    assert (again.step, again.anew) == (8, True), "in lock-step it waits at step 8, and could not answer a later round"

@@ -340,10 +340,13 @@ def test_the_same_progress_again_is_not_taken_for_new(pair_folder: Path, start_s
     assert [entry["learner"] for entry in tape(pair_folder, "unhealthy")] == ["right"]
 
 
-def test_a_model_that_diverges_is_put_back_and_the_run_goes_on(tmp_path: Path, start_syncer) -> None:
+@pytest.mark.parametrize("shards", [0, 1])
+def test_a_model_that_diverges_is_put_back_and_the_run_goes_on(tmp_path: Path, start_syncer, start_shard, shards: int) -> None:
     sync = SyncConfig(fragments=FRAGMENTS, every=1, overlap=0, quorum=1, outer_lr=1.0, outer_momentum=0.5, rollback=1.5)
     folder = skerry.create(tmp_path / "run", small_model(), sync)
-    syncer = start_syncer(folder)
+    syncer = start_syncer(folder, shards=shards)
+    shard = start_shard(syncer, 0).address if shards else ""
+    poll(lambda: not shards or tape(folder, "shard_joined"), "the shard to join")
 
     async def scenario(raw: RawLearner) -> None:
         await raw.join()
@@ -373,7 +376,7 @@ def test_a_model_that_diverges_is_put_back_and_the_run_goes_on(tmp_path: Path, s
         assert ask.min_base >= min(entry["version"] for entry in tape(folder, "restored"))
         assert (await raw.give(ask)).accepted
 
-    play(syncer.address, scenario)
+    play(syncer.address, scenario, shard=shard)
 
 
 @pytest.mark.parametrize("name", ["truncated", "flipped bit", "wrong checksum"])

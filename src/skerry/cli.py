@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     shard.add_argument("--number", type=int, required=True, help="which one this is, from 0")
     shard.add_argument("--address", default="127.0.0.1:0", help="host:port to listen on (default: %(default)s, a free port)")
     shard.add_argument("--advertise", default="", help="host:port at which islands reach it, if that is another one")
+    shard.add_argument("--any-island", action="store_true", help="with TLS: islands need no certificate of their own")
     _tls_options(shard)
     shard.set_defaults(act=_shard)
 
@@ -297,9 +298,12 @@ def _shard(options: argparse.Namespace) -> None:
     import asyncio
 
     from skerry.syncer.shard import run_shard
-    from skerry.wire.connection import split_address
+    from skerry.wire.connection import TLS, split_address
 
     host, _ = split_address(options.address)
+    if options.advertise:
+        split_address(options.advertise)
+    tls = _tls(options)
     if host in ("0.0.0.0", "::") and not options.advertise:
         raise ConfigError(f"islands cannot reach {options.address}; say with --advertise where they can")
 
@@ -310,11 +314,15 @@ def _shard(options: argparse.Namespace) -> None:
             options.syncer,
             options.address,
             options.advertise,
-            _tls(options),
+            tls,
+            listening_tls=TLS("", tls.cert, tls.key) if tls is not None and options.any_island else None,
             on_listening=lambda port: print(f"shard {options.number} of {options.run} on port {port}", flush=True),
             stop=_stopped_by_signal(),
         )
-        print("the run has ended" if ended else "stopped; its fragments wait for another process of this number")
+        if not ended:
+            print("stopped; its fragments wait for another process of this number")
+            raise SystemExit(143)  # as if by the signal, so that whoever looks after it starts it again
+        print("the run has ended")
 
     asyncio.run(serve())
 

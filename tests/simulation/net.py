@@ -197,12 +197,14 @@ class Call:
             self._at("down", lambda: None if self._broken else self._down.put_nowait(end))
 
     async def _incoming(self) -> AsyncIterator[Any]:
-        while True:
-            yield await self._up.get()
+        while (message := await self._up.get()) is not grpc.aio.EOF:
+            yield message
 
     def end_handler(self) -> None:
+        """As gRPC does it: first no more messages come, then the handler is cancelled."""
+        self._up.put_nowait(grpc.aio.EOF)
         if self._handler is not None:
-            self._handler.cancel()
+            self.net.loop.call_later(self.net.chance.choice([0.0, 0.001]), self._handler.cancel)
 
     # ------------------------------------------------------------ the way between
 

@@ -148,6 +148,12 @@ class ShardLife:
             if self.alive:
                 world.errors.append(f"{self.name} broke: {error!r}")
 
+    def moves_to(self, folder: Path) -> None:
+        """The run folder has another name after each death of the syncer, for the simulation's sake."""
+        self.folder = folder
+        if self._shard is not None:
+            self._shard._folder = folder
+
     def die(self) -> None:
         self.alive = False
         for call in self.world.net.of(self.name):
@@ -326,10 +332,13 @@ class World:
         name = life.folder.name
         self._dead.add(name)
         life.die()
-        for shard in self.shards.values():  # on the same machine, with the same disk
-            shard.die()
         self._lives += 1
         target = self.root / f"life-{self._lives}"
+        survive = what_stays == "kept" and self.chance.random() < 0.5
+        for shard in self.shards.values():
+            if not survive:  # on the same machine
+                shard.die()
+            shard.moves_to(target)
         model = self.disk.state.now[name]
         assert isinstance(model, Folder)
         if what_stays == "kept":

@@ -510,6 +510,7 @@ class SyncerCore:
         """As if it had not been opened: whoever gave still has what it gave, on top of the version it was counted from."""
         fragment = self.fragments[index]
         fragment.round, fragment.dropped_round = None, gathering.step
+        fragment.declined = set()  # of an earlier round, whose number this one does not have
         for name in gathering.final & set(gathering.arrived):
             owes = self.learners[name].owes if name in self.learners else None
             if owes is not None:

@@ -412,9 +412,16 @@ class Link:
         fragments, shards = len(self.exchange.held), len(places.addresses)
         if shards and (len(places.of_fragment) != fragments or max(places.of_fragment, default=0) >= shards):
             raise WireError(f"the syncer does not say for each of {fragments} fragments at which of {shards} places it is")
-        for address in filter(None, places.addresses):
+        self.routes.place([address if self._usable(address) else "" for address in places.addresses], places.of_fragment)
+
+    def _usable(self, address: str) -> bool:
+        try:
             check_reachable(address, self._tls)
-        self.routes.place(places.addresses, places.of_fragment)
+        except ConfigError as error:
+            if address:
+                log.warning("%s cannot reach a shard: %s", self.name, error)
+            return False
+        return True
 
     def _told(self, run_tokens: int) -> None:
         assert self.exchange is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,10 @@ Key = tuple[int, str, str, int]
 """Of a contribution: fragment, learner, its process, and how many of its steps it covers."""
 
 
+class MissingContribution(Exception):
+    """Whoever ordered the merge takes something for gathered that is not."""
+
+
 class Gathered(NamedTuple):
     """A contribution that waits to be merged."""
 
@@ -61,6 +65,8 @@ class Bulk:
         """By learner and fragment."""
         self._last_sent: dict[tuple[str, int], tuple[int, int]] = {}
         """Checksum and steps of each learner's last contribution to each fragment."""
+        self.taking: set[asyncio.Task[None]] = set()
+        """Contributions that are whole and being looked at, also if the lane they came on is gone."""
 
     # ------------------------------------------------------------ what merging needs
 
@@ -70,11 +76,9 @@ class Bulk:
     def publish_fixed(self, data: bytes) -> None:
         self._published[len(self._layout.fragments)] = Published(0, "safetensors", memoryview(data))
 
-    def withdraw(self, fragments: Iterable[int]) -> None:
-        """These are not served here any more, or not just now."""
-        for fragment in fragments:
-            self._published.pop(fragment, None)
-            self.forget(fragment)
+    def withdraw(self, fragment: int) -> None:
+        self._published.pop(fragment, None)
+        self.forget(fragment)
 
     def encode(
         self, fragment: int, version: int, before: FragmentState, after: FragmentState
@@ -98,7 +102,10 @@ class Bulk:
             if fragment == order.fragment and receiving.header.step <= order.step and not receiving.complete:
                 receiving.give_up(f"round {receiving.header.step} of fragment {fragment} is over")
                 self.received(name, receiving)
-        return [self._gathered[key] for key in _keys(order)]
+        try:
+            return [self._gathered[key] for key in _keys(order)]
+        except KeyError as error:
+            raise MissingContribution(f"a merge was ordered of a contribution that is not here: {error}") from None
 
     def merged(self, order: m.Merge) -> None:
         for key in _keys(order):
@@ -173,6 +180,9 @@ class Bulk:
     # ------------------------------------------------------------ contributions
 
     async def check(self, name: str, session: str, header: pb.Upload) -> None:
+        begun = self._receiving.get((name, header.fragment))
+        if begun is not None and begun.is_of(session, header) and begun.given_up is None and not header.resume:
+            return  # another part of what was found to be wanted; it is asked again when all of it is here
         await self.desk.check(name, session, header)
         if header.fragment not in self._published:
             raise Busy(f"fragment {header.fragment} is not served here")
@@ -219,6 +229,9 @@ class Bulk:
         merged = False
         try:
             merged = await self.desk.take(name, session, header, length, repeated)
+        except asyncio.CancelledError:
+            merged = True  # perhaps: the process ends, and nothing is known of the answer
+            raise
         finally:
             if not merged and not known:
                 self._gathered.pop(key, None)

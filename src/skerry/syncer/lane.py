@@ -106,7 +106,9 @@ class Lane:
                     await self._refuse(None, WireError("an upload must start with its header"))
                 if not message.upload.resume:
                     await self._add(parcel.chunk)
-            await asyncio.gather(*self._taking)
+            if self._taking:
+                # Not by gather, which would cancel them along with this: what has come whole counts, with or without a lane.
+                await asyncio.wait(self._taking)
             await self.outbox.put(None)
         finally:
             # What is half here may be finished on another lane. What is being decoded has arrived, and counts.
@@ -206,8 +208,9 @@ class Lane:
         if receiving.complete:
             self._put_down()
             task = asyncio.get_running_loop().create_task(self._take(receiving))
-            self._taking.add(task)
-            task.add_done_callback(self._taking.discard)
+            for holder in (self._taking, self._bulk.taking):
+                holder.add(task)
+                task.add_done_callback(holder.discard)
 
     def _add_to_state(self, header: pb.State, assembly: Assembly, number: int, chunk: bytes | memoryview) -> None:
         try:

@@ -56,6 +56,12 @@ class LocalPlane:
         self._states[fragment] = state
         self._bulk.publish_whole(fragment, version, state)
 
+    def withdraw(self, fragment: int) -> None:
+        """It is not served here any more."""
+        self._states.pop(fragment, None)
+        self._made.pop(fragment, None)
+        self._bulk.withdraw(fragment)
+
     async def make(self, order: m.Merge) -> Written:
         gathered = self._bulk.gathered(order)
         state, published, written = await in_pool(self.pool, self._compute, order, gathered)

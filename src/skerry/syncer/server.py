@@ -149,8 +149,7 @@ class SyncerServer:
         except JoinRefused:
             raise
         except Exception as error:
-            if not self.failed.done():
-                self.failed.set_exception(error)
+            self.defect(error)
             raise
 
     def _perform_all(self, actions: list[m.Action]) -> None:
@@ -260,26 +259,30 @@ class SyncerServer:
 
     def _work_done(self, task: asyncio.Task[None]) -> None:
         self._working.discard(task)
-        if not task.cancelled() and task.exception() is not None and not self.failed.done():
-            self.failed.set_exception(task.exception())  # type: ignore[arg-type]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.defect(error)
+
+    def defect(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     async def _merge(self, order: m.Merge) -> None:
         started = self.clock.now()
-        with self._occupied(order.fragment):
+        async with self._occupied(order.fragment):
             outcome = await self._merger.merge(order)
             self.dispatch(outcome)
         if isinstance(outcome, m.Stored):
             self._diary.merged(order, self.clock.now() - started)
 
     async def _restore(self, order: m.Restore) -> None:
-        with self._occupied(order.fragment):
+        async with self._occupied(order.fragment):
             outcome = await self._merger.restore(order)
             if isinstance(outcome, m.Stored):
                 told = {"fragment": order.fragment, "version": order.version, "good_step": order.good_step}
                 self.record("restored", told)
             self.dispatch(outcome)
 
-    def _occupied(self, fragment: int) -> contextlib.AbstractContextManager[None]:
+    def _occupied(self, fragment: int) -> contextlib.AbstractAsyncContextManager[None]:
         return self._shards.occupied(fragment) if self._shards is not None else contextlib.nullcontext()
 
     async def _keep_good(self, step: int) -> None:
@@ -516,6 +519,8 @@ class SyncerServer:
         server = grpc.aio.server(options=SERVER_OPTIONS, compression=grpc.Compression.NoCompression)
         add_to_server(self, server)
         port = bind(server, address, tls)
+        if self._shards is not None:
+            self._shards.secure = tls is not None
         await server.start()
         return server, port
 

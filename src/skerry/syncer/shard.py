@@ -22,10 +22,11 @@ import grpc
 from skerry.core import messages as m
 from skerry.core.merge import FragmentState
 from skerry.errors import RunFailed, SkerryError, StoreError, WireError
-from skerry.syncer.bulk import Bulk
+from skerry.syncer.bulk import Bulk, MissingContribution
 from skerry.syncer.lane import Busy, Unhealthy
 from skerry.syncer.merging import LocalPlane, in_pool
 from skerry.syncer.run_folder import RunIdentity, file_name, read_identity, read_version, state_checksum, write_version
+from skerry.syncer.shards import read_key
 from skerry.syncer.store import Written
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind, open_channel, with_port
@@ -58,6 +59,7 @@ class RemoteDesk:
             if not asked.done():
                 asked.set_exception(Busy("the syncer is away"))
         self._asked.clear()
+        self.moved.clear()
 
     def answered(self, verdict: pb.Verdict) -> None:
         asked = self._asked.pop(verdict.question, None)
@@ -127,6 +129,9 @@ class Shard:
         self._working: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A defect of ours: the process must not go on as if nothing had happened."""
+        self._closing = False
+        self._break: Callable[[], object] = lambda: None
+        """Ends the stream to the syncer."""
 
     # ------------------------------------------------------------ for learners
 
@@ -148,27 +153,37 @@ class Shard:
     async def follow(self, syncer: str, address: str, tls: TLS | None) -> None:
         """Do what the syncer says until it says that the run is over."""
         pause = BACK_OFF_S[0]
-        while True:
+        while not self._closing:
+            why = "it ended the stream"
+            goodbye, welcomed = None, False
             try:
                 async with open_channel(syncer, tls) as channel:
                     goodbye, welcomed = await self._one_connection(SyncerStub(channel), address)
             except WireError as error:
-                log.warning("shard %d lost the syncer: %s", self._number, error)
-                goodbye, welcomed = None, False
+                why = str(error)
             if goodbye is not None:
                 if goodbye.over:
                     return
                 raise RunFailed(f"shard {self._number} is not wanted any more: {goodbye.reason}")
+            log.warning("shard %d has lost the syncer, or is not let in: %s", self._number, why)
             pause = BACK_OFF_S[0] if welcomed else min(pause * 1.6, BACK_OFF_S[1])
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
 
     async def _one_connection(self, stub: SyncerStub, address: str) -> tuple[pb.ShardGoodbye | None, bool]:
         call = stub.shard()
         outbox: asyncio.Queue[pb.FromShard] = asyncio.Queue()
-        hello = pb.ShardHello(protocol=PROTOCOL, run_id=self._identity.run_id, number=self._number, address=address)
+        hello = pb.ShardHello(
+            protocol=PROTOCOL,
+            run_id=self._identity.run_id,
+            number=self._number,
+            address=address,
+            key=read_key(self._folder),
+            process=self._process,
+        )
         outbox.put_nowait(pb.FromShard(hello=hello))
         loop = asyncio.get_running_loop()
         sending = [loop.create_task(self._send(call, outbox)), loop.create_task(self._tell_moved(outbox))]
+        self._break = call.cancel
         welcomed = False
         try:
             while (message := await read(call)) is not grpc.aio.EOF:
@@ -192,6 +207,7 @@ class Shard:
             await asyncio.gather(*sending, *self._working, return_exceptions=True)
             for fragment in self._serving:
                 self._bulk.forget(fragment)
+            self._written.clear()
 
     async def _send(self, call: Any, outbox: asyncio.Queue[pb.FromShard]) -> None:
         with contextlib.suppress(WireError):  # who reads finds out as well
@@ -209,9 +225,10 @@ class Shard:
 
     async def _welcomed(self, welcome: pb.ShardWelcome) -> None:
         """Serve what counts. What is here already, from before the stream broke, need not be read again."""
-        self._bulk.withdraw(set(self._serving) - {stored.fragment for stored in welcome.versions})
+        for fragment in set(self._serving) - {stored.fragment for stored in welcome.versions}:
+            del self._serving[fragment]
+            self._plane.withdraw(fragment)
         for stored in welcome.versions:
-            self._desk.floors[stored.fragment] = stored.floor
             if self._serving.get(stored.fragment) != (stored.version, stored.checksum):
                 await self._serve(stored)
 
@@ -220,6 +237,7 @@ class Shard:
         row = {"file": stored.file, "checksum": stored.checksum}
         state = await in_pool(self._plane.pool, read_version, self._folder, fragment, row)
         self._plane.serve(stored.fragment, stored.version, state)
+        self._desk.floors[stored.fragment] = stored.floor
         self._serving[stored.fragment] = stored.version, stored.checksum
 
     def _received(self, message: pb.ToShard, send: Callable[[pb.FromShard], None]) -> None:
@@ -252,6 +270,10 @@ class Shard:
             failed = pb.NotMade(fragment=order.fragment, version=order.version, reason=str(error))
             send(pb.FromShard(not_made=failed))
             return
+        except MissingContribution as error:
+            log.error("shard %d and the syncer do not agree on what is here, and start anew: %s", self._number, error)
+            self._break()
+            return
         made = pb.Made(fragment=order.fragment, version=order.version, file=written.file, checksum=written.checksum)
         send(pb.FromShard(made=made))
 
@@ -263,19 +285,26 @@ class Shard:
         send(pb.FromShard(published=said))
 
     async def _put_back(self, stored: pb.StoredVersion, send: Callable[[pb.FromShard], None]) -> None:
-        self._desk.floors[stored.fragment] = stored.floor
         self._bulk.forget(stored.fragment)
         await self._serve(stored)
         send(pb.FromShard(published=pb.Published(fragment=stored.fragment, version=stored.version)))
 
     def _write(self, order: m.Merge, state: FragmentState) -> Written:
         """A name nobody else gives: a syncer that was started again may order the same version from another process."""
+        checksum, last = state_checksum(state), self._written.get(order.fragment)
+        same = last is not None and (last.order.version, last.checksum) == (order.version, checksum)
+        if last is not None and same and (self._folder / "fragments" / last.file).exists():
+            return last  # it could not be committed, and a full disk has no room for a copy
         file = file_name(order.fragment, order.version, f"{self._process}-{next(self._attempts)}")
         try:
             write_version(self._folder, file, state)
         except OSError as error:
             raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be written: {error}") from error
-        return Written(order, file, state_checksum(state))
+        return Written(order, file, checksum)
+
+    def stop(self) -> None:
+        """Whoever follows the syncer is about to be cancelled; before Python 3.11 it could not tell."""
+        self._closing = True
 
     def close(self) -> None:
         self._plane.close()
@@ -289,15 +318,17 @@ async def run_shard(
     advertised: str,
     tls: TLS | None,
     *,
+    listening_tls: TLS | None = None,
     on_listening: Callable[[int], None],
     stop: asyncio.Event,
 ) -> bool:
-    """Serve until the run has ended (True) or `stop` is set (False). `advertised` is where learners reach this shard."""
+    """Serve until the run has ended (True) or `stop` is set (False). `advertised` is where learners reach this shard, and
+    `listening_tls` what is shown to and asked of them if it is not what is shown to the syncer."""
     shard = Shard(folder, number)
     server = grpc.aio.server(options=SERVER_OPTIONS, compression=grpc.Compression.NoCompression)
     add_bulk_to_server(shard, server)
     try:
-        port = bind(server, address, tls)
+        port = bind(server, address, listening_tls or tls)
         await server.start()
         on_listening(port)
         seen_at = advertised or with_port(address, port)
@@ -305,6 +336,7 @@ async def run_shard(
         follow, stopped = loop.create_task(shard.follow(syncer, seen_at, tls)), loop.create_task(stop.wait())
         waits: set[asyncio.Future[Any]] = {follow, stopped, shard.failed}
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        shard.stop()
         for task in (follow, stopped):
             task.cancel()
         await asyncio.gather(follow, stopped, return_exceptions=True)

@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import os
+import re
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from skerry.core import messages as m
 from skerry.core.fragment import Layout
 from skerry.core.merge import FragmentState
-from skerry.errors import JoinRefused, StoreError, WireError
+from skerry.errors import ConfigError, JoinRefused, SkerryError, StoreError, WireError
 from skerry.syncer.desk import CoreDesk
-from skerry.syncer.lane import MAX_NAME, Damaged, Unhealthy, first_message
+from skerry.syncer.lane import MAX_NAME, Busy, Damaged, Unhealthy, first_message
+from skerry.syncer.run_folder import file_name
 from skerry.syncer.store import RunStore, Written
 from skerry.syncer.tape import Tape
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.connection import PROTOCOL, split_address
+from skerry.wire.connection import PROTOCOL, require_tls_off_loopback, split_address
 
 QUEUE = 65_536
 """Messages that wait for one shard: more than learners and fragments together can cause while it reads."""
+STUCK = 20
+"""A shard that has not done what it was told after this many times `silence_s` is given up: its disk or process may hang."""
+LEAST_STUCK_S = 60.0
+REMEMBERED = 100
 
 
 class Host(Protocol):
@@ -33,6 +43,7 @@ class Host(Protocol):
     def record(self, kind: str, data: dict[str, Any]) -> None: ...
     def bytes_moved(self, name: str) -> None: ...
     def places_changed(self) -> None: ...
+    def defect(self, error: BaseException) -> None: ...
 
 
 def spread(layout: Layout, shards: int) -> list[int]:
@@ -48,8 +59,9 @@ def spread(layout: Layout, shards: int) -> list[int]:
 class Connection:
     """One shard's stream, from its hello to its end."""
 
-    def __init__(self, number: int, address: str) -> None:
-        self.number, self.address = number, address
+    def __init__(self, number: int, address: str, process: str, stuck_s: float) -> None:
+        self.number, self.address, self.process = number, address, process
+        self._stuck_s = stuck_s
         self.welcomed = self.ready = False
         self.outbox: asyncio.Queue[pb.ToShard | None] = asyncio.Queue(QUEUE)
         self.waiting: dict[tuple[str, int, int], asyncio.Future[pb.Made | None]] = {}
@@ -78,7 +90,10 @@ class Connection:
         self.waiting[key] = answer
         self.send(message)
         try:
-            return await answer
+            return await asyncio.wait_for(answer, self._stuck_s)
+        except asyncio.TimeoutError:
+            self.end()
+            raise StoreError(f"shard {self.number} has not done what it was told for {self._stuck_s:.0f} s") from None
         finally:
             self.waiting.pop(key, None)
 
@@ -102,10 +117,14 @@ class Shards:
         self._tape = tape
         self._desk = desk
         self._host = host
+        self.secure = False
+        """Learners come by TLS."""
         self._connections: dict[int, Connection] = {}
-        self._busy: dict[int, asyncio.Event] = {}
-        """Fragments of which a version is being made; set when that is over."""
+        self._replaced: dict[int, deque[str]] = {number: deque(maxlen=REMEMBERED) for number in range(count)}
+        """Processes whose place another one has taken."""
+        self._occupied = [asyncio.Lock() for _ in self.of_fragment]
         self._closed: pb.ShardGoodbye | None = None
+        self._key = write_key(store.folder)
 
     @property
     def places(self) -> pb.Places:
@@ -134,7 +153,8 @@ class Shards:
         )
         made = await connection.ask("made", order.fragment, order.version, pb.ToShard(merge=message))
         assert made is not None
-        return Written(order, made.file, made.checksum)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self._store.written_elsewhere, order, made.file, made.checksum)
 
     async def publish(self, written: Written) -> None:
         order = written.order
@@ -165,15 +185,9 @@ class Shards:
         except StoreError:
             return
 
-    @contextlib.contextmanager
-    def occupied(self, fragment: int) -> Iterator[None]:
-        """A version of it is being made. A shard that comes meanwhile waits, and starts from the version that counts then."""
-        over = self._busy[fragment] = asyncio.Event()
-        try:
-            yield
-        finally:
-            del self._busy[fragment]
-            over.set()
+    def occupied(self, fragment: int) -> asyncio.Lock:
+        """While a version of it is being made. A shard that comes meanwhile waits, and starts from what counts then."""
+        return self._occupied[fragment]
 
     def _ready(self, fragment: int) -> Connection | None:
         connection = self._connections.get(self.of_fragment[fragment])
@@ -183,15 +197,18 @@ class Shards:
 
     async def serve(self, messages: AsyncIterator[pb.FromShard | None]) -> AsyncIterator[pb.ToShard]:
         first = await first_message(messages)
+        if self._closed is not None:
+            yield pb.ToShard(goodbye=self._closed)
+            return
         try:
             connection = self._admit(first)
         except JoinRefused as refusal:
             self._host.record("refused", {"reason": str(refusal)})
             yield pb.ToShard(goodbye=pb.ShardGoodbye(reason=str(refusal)))
             return
-        if self._closed is not None:
-            yield pb.ToShard(goodbye=self._closed)
-            return
+        if connection is None:
+            self._host.record("refused", {"reason": "a shard does not see the run folder of this syncer"})
+            return  # or it read the key of the syncer before; it may try again
         reader = asyncio.get_running_loop().create_task(self._read(connection, messages))
         try:
             while (message := await connection.outbox.get()) is not None:
@@ -200,7 +217,7 @@ class Shards:
             reader.cancel()
             self._lost(connection)
 
-    def _admit(self, first: pb.FromShard | None) -> Connection:
+    def _admit(self, first: pb.FromShard | None) -> Connection | None:
         if first is None or first.WhichOneof("message") != "hello":
             raise JoinRefused("the first message of a shard must be a hello")
         hello = first.hello
@@ -210,16 +227,30 @@ class Shards:
             raise JoinRefused(f"this syncer serves run {self._store.identity.run_id}, the shard has {hello.run_id}")
         if hello.number >= self._count:
             raise JoinRefused(f"this syncer has shards 0 to {self._count - 1}, there is no shard {hello.number}")
-        if len(hello.address) > MAX_NAME:
+        if max(len(hello.address), len(hello.process)) > MAX_NAME:
             raise JoinRefused("the shard's address is too long")
-        split_address(hello.address)
+        try:
+            host, _ = split_address(hello.address)
+            if not self.secure:
+                require_tls_off_loopback(host, None)
+        except ConfigError as error:
+            raise JoinRefused(f"learners cannot reach shard {hello.number} at {hello.address!r}: {error}") from None
+        if not secrets.compare_digest(hello.key.encode(), self._key.encode()):
+            return None
+        reason = f"another process has taken the place of shard {hello.number}"
+        if hello.process in self._replaced[hello.number]:
+            raise JoinRefused(reason)
         old = self._connections.pop(hello.number, None)
-        if old is not None:
-            reason = f"another process has taken the place of shard {hello.number}"
+        if old is not None and old.process == hello.process:
+            old.end()
+            self._away(old)
+        elif old is not None:
+            self._replaced[hello.number].append(old.process)
             old.send(pb.ToShard(goodbye=pb.ShardGoodbye(reason=reason)))
             old.end()
             self._away(old)
-        connection = self._connections[hello.number] = Connection(hello.number, hello.address)
+        stuck_s = max(STUCK * self._store.identity.sync.silence_s, LEAST_STUCK_S)
+        connection = self._connections[hello.number] = Connection(hello.number, hello.address, hello.process, stuck_s)
         return connection
 
     async def _read(self, connection: Connection, messages: AsyncIterator[pb.FromShard | None]) -> None:
@@ -229,24 +260,30 @@ class Shards:
                 if message is None or self._connections.get(connection.number) is not connection:
                     return
                 await self._received(connection, message)
+        except SkerryError as error:
+            self._host.record("refused", {"shard": connection.number, "reason": str(error)})
+        except Exception as error:
+            self._host.defect(error)
+            raise
         finally:
             connection.end()
 
     async def _welcome(self, connection: Connection) -> None:
         """What counts now. A version that is being committed for the process before goes first."""
         fragments = self._fragments(connection.number)
-        for fragment in fragments:
-            busy = self._busy.get(fragment)
-            if busy is not None:
-                await busy.wait()
-        found: list[tuple[int, int, str, int]] = []
-        await self._tape.between_commits(lambda: found.extend(self._store.newest(fragments)))
-        versions = [
-            pb.StoredVersion(fragment=fragment, version=version, file=file, checksum=checksum, floor=self._desk.floor(fragment))
-            for fragment, version, file, checksum in found
-        ]
-        connection.welcomed = True
-        connection.send(pb.ToShard(welcome=pb.ShardWelcome(versions=versions)))
+        async with contextlib.AsyncExitStack() as still:
+            for fragment in fragments:
+                await still.enter_async_context(self.occupied(fragment))
+            found: list[tuple[int, int, str, int]] = []
+            await self._tape.between_commits(lambda: found.extend(self._store.newest(fragments)))
+            versions = [
+                pb.StoredVersion(
+                    fragment=fragment, version=version, file=file, checksum=checksum, floor=self._desk.floor(fragment)
+                )
+                for fragment, version, file, checksum in found
+            ]
+            connection.welcomed = True
+            connection.send(pb.ToShard(welcome=pb.ShardWelcome(versions=versions)))
 
     async def _received(self, connection: Connection, message: pb.FromShard) -> None:
         kind = message.WhichOneof("message")
@@ -256,15 +293,18 @@ class Shards:
             self._host.record("shard_joined", {"shard": connection.number, "address": connection.address})
             self._host.places_changed()
             self._host.dispatch(m.FragmentsBack(fragments))
+        elif kind == "moved":
+            for name in message.moved.names:
+                self._host.bytes_moved(name)
         elif not connection.ready:
             raise WireError(f"shard {connection.number} said {kind or 'nothing'} before it was ready")
         elif kind == "offered":
-            connection.send(await self._verdict(message.offered, whole=False))
+            connection.send(await self._verdict(connection, message.offered, whole=False))
         elif kind == "arrived":
-            connection.send(await self._verdict(message.arrived, whole=True))
+            connection.send(await self._verdict(connection, message.arrived, whole=True))
         elif kind == "made":
             made = message.made
-            if not _is_name(made.file):
+            if not _is_name(made):
                 raise WireError(f"shard {connection.number} names the file {made.file[:MAX_NAME]!r}")
             connection.answered("made", made.fragment, made.version, made)
         elif kind == "not_made":
@@ -272,16 +312,15 @@ class Shards:
             connection.answered("made", failed.fragment, failed.version, StoreError(failed.reason))
         elif kind == "published":
             connection.answered("published", message.published.fragment, message.published.version, None)
-        elif kind == "moved":
-            for name in message.moved.names:
-                self._host.bytes_moved(name)
         elif kind == "refused":
             refused = message.refused
             self._desk.refused(refused.name, refused.header if refused.HasField("header") else None, refused.reason)
 
-    async def _verdict(self, offered: pb.Offered, whole: bool) -> pb.ToShard:
+    async def _verdict(self, connection: Connection, offered: pb.Offered, whole: bool) -> pb.ToShard:
         verdict = pb.Verdict(question=offered.question)
         try:
+            if offered.header.fragment not in self._fragments(connection.number):
+                raise Busy(f"fragment {offered.header.fragment} is not one of shard {connection.number}")
             if whole:
                 taken = await self._desk.take(offered.name, offered.session, offered.header, offered.norm, offered.repeated)
                 verdict.unmerged = not taken
@@ -315,5 +354,27 @@ class Shards:
             connection.end()
 
 
-def _is_name(file: str) -> bool:
-    return bool(file) and len(file) <= MAX_NAME and "/" not in file and not file.startswith(".")
+def _is_name(made: pb.Made) -> bool:
+    """As shard.py names files, of the version that was ordered."""
+    beginning = re.escape(file_name(made.fragment, made.version).removesuffix(".safetensors"))
+    return re.fullmatch(rf"{beginning}-[0-9a-f]{{8}}-[0-9]+\.safetensors", made.file) is not None
+
+
+def write_key(folder: Path) -> str:
+    """Whoever can read it sees the same run folder, and is trusted to have a part in it."""
+    key = secrets.token_hex(16)
+    path = folder / "shard-key"
+    try:
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error}") from None
+    return key
+
+
+def read_key(folder: Path) -> str:
+    try:
+        return (folder / "shard-key").read_text()
+    except OSError:
+        return ""  # the syncer has not started yet

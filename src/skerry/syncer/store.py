@@ -203,9 +203,10 @@ class RunStore:
         """Of each fragment the version that counts, its file and checksum. What else lies there of it is removed."""
         try:
             rows = [(fragment, newest_row(self._database, fragment)) for fragment in fragments]
+            self._remove_partial([file_name(fragment, 0).split("-")[0] for fragment in fragments])
             self._remove_leftovers([self.identity.layout.fragments[fragment] for fragment in fragments])
-        except sqlite3.Error as error:
-            raise StoreError(f"the tape cannot be read: {error}") from error
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"the newest versions cannot be found: {error}") from error
         return [(fragment, row["version"], row["file"], row["checksum"]) for fragment, row in rows]
 
     def fixed_bytes(self) -> bytes:
@@ -226,6 +227,18 @@ class RunStore:
         except OSError as error:
             raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be written: {error}") from error
         return Written(order, file, found)
+
+    def written_elsewhere(self, order: Merge, file: str, checksum: int) -> Written:
+        """A shard has put a merge's result on disk. May be called from several threads."""
+        with self._names:
+            self._doubtful.pop(file, None)  # tried again with the same file, which must not be removed now
+            try:
+                size = (self.folder / "fragments" / file).stat().st_size
+            except OSError:
+                size = -1
+        if size < 8 * self.identity.layout.fragments[order.fragment].numel:
+            raise StoreError(f"{file}, which a shard wrote, is not in the run folder")
+        return Written(order, file, checksum)
 
     def commit(self, merges: Sequence[Written], standing: Standing, entries: Sequence[TapeEntry]) -> None:
         """Make merges count, with everything decided up to them. When this returns, they may be announced."""
@@ -292,10 +305,11 @@ class RunStore:
         rows = self._database.execute(query, (order.fragment, order.version - KEPT_VERSIONS))
         return [row["file"] for row in rows]
 
-    def _remove_partial(self) -> None:
-        for path in (self.folder / "fragments").glob(".*.partial"):
-            with contextlib.suppress(OSError):
-                unlink(path)
+    def _remove_partial(self, beginnings: Sequence[str] = ("",)) -> None:
+        for beginning in beginnings:
+            for path in (self.folder / "fragments").glob(f".{beginning}*.partial"):
+                with contextlib.suppress(OSError):
+                    unlink(path)
 
     def _remove_leftovers(self, fragments: Sequence[Fragment]) -> None:
         """Files of versions that never counted, or that should have been removed when the last process died."""

@@ -583,16 +583,20 @@ class FromShard(_message.Message):
     def __init__(self, hello: _Optional[_Union[ShardHello, _Mapping]] = ..., ready: _Optional[_Union[ShardReady, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., arrived: _Optional[_Union[Offered, _Mapping]] = ..., made: _Optional[_Union[Made, _Mapping]] = ..., not_made: _Optional[_Union[NotMade, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., refused: _Optional[_Union[ShardRefused, _Mapping]] = ...) -> None: ...
 
 class ShardHello(_message.Message):
-    __slots__ = ("protocol", "run_id", "number", "address")
+    __slots__ = ("protocol", "run_id", "number", "address", "key", "process")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     run_id: str
     number: int
     address: str
-    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., number: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    key: str
+    process: str
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., number: _Optional[int] = ..., address: _Optional[str] = ..., key: _Optional[str] = ..., process: _Optional[str] = ...) -> None: ...
 
 class ShardReady(_message.Message):
     __slots__ = ()
