@@ -319,8 +319,9 @@ class Shards:
     async def _verdict(self, connection: Connection, offered: pb.Offered, whole: bool) -> pb.ToShard:
         verdict = pb.Verdict(question=offered.question)
         try:
-            if offered.header.fragment not in self._fragments(connection.number):
-                raise Busy(f"fragment {offered.header.fragment} is not one of shard {connection.number}")
+            fragment = offered.header.fragment
+            if fragment >= len(self.of_fragment) or self.of_fragment[fragment] != connection.number:
+                raise Busy(f"fragment {fragment} is not one of shard {connection.number}")
             if whole:
                 taken = await self._desk.take(offered.name, offered.session, offered.header, offered.norm, offered.repeated)
                 verdict.unmerged = not taken
