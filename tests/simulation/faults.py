@@ -86,6 +86,14 @@ def freeze(world: World, chance: random.Random) -> None:
     world.net.held_until[name] = world.loop.time() + seconds
 
 
+def oversleep(world: World, chance: random.Random) -> None:
+    """Longer than what it was leased stays its own, if that is not too long for a run."""
+    name, seconds = _someone(world), world.sync.silence_s + world.sync.lease_s + 0.5
+    if seconds < 12.0:
+        world.fault(f"{name} freezes for {seconds} s, and its leases are given to others")
+        world.net.held_until[name] = world.loop.time() + seconds
+
+
 def slow_link(world: World, chance: random.Random) -> None:
     name, times = _someone(world), chance.choice([3.0, 20.0])
     world.fault(f"the link of {name} is {times} times as slow")
@@ -171,5 +179,5 @@ def clock_jump(world: World, chance: random.Random) -> None:
 
 
 KINDS: list[Callable[[World, random.Random], None]] = [
-    cut, cut, freeze, slow_link, damage, kill_island, leave, kill_syncer, kill_syncer, full_disk, clock_jump,
+    cut, cut, freeze, oversleep, slow_link, damage, kill_island, leave, kill_syncer, kill_syncer, full_disk, clock_jump,
 ]  # fmt: skip
