@@ -613,15 +613,14 @@ class SyncerCore:
             return
         leaving = [learner for learner in self.learners.values() if learner.phase == "leaving"]
         for index, fragment in enumerate(self.fragments):
-            if fragment.restoring or (fragment.away_since is not None and not self._given_up(fragment, now)):
+            waits = fragment.away_since is not None and not (self.phase == "closing" and self._given_up(fragment, now))
+            if fragment.restoring or waits:
                 continue
             if self.phase == "closing":
                 self._open_last_round(index, now, actions)
                 continue
             if self.phase != "running":
                 return
-            if fragment.away_since is not None:
-                continue
             due = self.schedule.last_due(index, self.step)
             owing = {learner.name for learner in leaving if index in (learner.owes or ())}
             if fragment.round is not None:

@@ -415,11 +415,12 @@ class Link:
         self.routes.place([address if self._usable(address) else "" for address in places.addresses], places.of_fragment)
 
     def _usable(self, address: str) -> bool:
+        if not address:
+            return False
         try:
             check_reachable(address, self._tls)
         except ConfigError as error:
-            if address:
-                log.warning("%s cannot reach a shard: %s", self.name, error)
+            log.warning("%s cannot reach a shard: %s", self.name, error)
             return False
         return True
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import grpc
 import torch
 from torch import Tensor
 
@@ -118,7 +119,22 @@ class Bulk:
 
     # ------------------------------------------------------------ a learner's stream
 
-    async def serve(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], write: Write) -> None:
+    async def serve(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None:
+        """A call of gRPC, from its first message to its last."""
+
+        async def write(message: Parcel[pb.BulkToLearner]) -> None:
+            try:
+                await context.write(message)
+            except grpc.aio.InternalError:
+                raise asyncio.CancelledError from None  # the learner has gone, and reading ends as well
+
+        try:
+            await self._serve(messages, write)
+        except WireError as error:
+            self.desk.refused("", None, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _serve(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], write: Write) -> None:
         first = await first_message(messages)
         if first is None or first.message.WhichOneof("message") != "hello":
             raise WireError("the first message of a bulk stream must say who speaks")
@@ -226,15 +242,15 @@ class Bulk:
         known = key in self._gathered  # the same again, which will be refused
         if not known:
             self._gathered[key] = gathered  # first: what is taken may be merged at once
-        merged = False
+        refusal: WireError | None = None
         try:
             merged = await self.desk.take(name, session, header, length, repeated)
-        except asyncio.CancelledError:
-            merged = True  # perhaps: the process ends, and nothing is known of the answer
-            raise
-        finally:
-            if not merged and not known:
-                self._gathered.pop(key, None)
+        except WireError as error:
+            merged, refusal = False, error
+        if not merged and not known:
+            self._gathered.pop(key, None)
+        if refusal is not None:
+            raise refusal
 
     def _decode(self, fragment: int, assembly: Assembly) -> tuple[Gathered, float]:
         """The contribution and its norm, which is infinite if there is something in it that no merge could digest."""

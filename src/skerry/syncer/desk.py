@@ -75,8 +75,9 @@ class CoreDesk:
         self._host.bytes_moved(name)
 
     def refused(self, name: str, header: pb.Upload | None, reason: str) -> None:
+        who = {"learner": name[:MAX_NAME]} if name else {}
         what = {"fragment": header.fragment, "step": header.step} if header is not None else {}
-        self._host.record("refused", {"learner": name[:MAX_NAME], **what, "reason": reason})
+        self._host.record("refused", {**who, **what, "reason": reason})
 
     def journal(self, name: str, session: str, text: str) -> None:
         """Put what a learner says it did on the tape, once, before anything that follows from it."""

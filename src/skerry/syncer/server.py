@@ -25,13 +25,14 @@ from skerry.core import messages as m
 from skerry.core.fragment import TensorSpec, check_same_model
 from skerry.core.leases import MOST_POOLS, Need, Pool
 from skerry.core.syncer import SyncerCore
-from skerry.errors import JoinRefused, SkerryError, WireError
+from skerry.errors import JoinRefused, SkerryError
 from skerry.syncer.bulk import Bulk
 from skerry.syncer.desk import MAX_COUNT, CoreDesk
 from skerry.syncer.diary import Diary, Vitals
 from skerry.syncer.journals import Journals
 from skerry.syncer.lane import MAX_NAME, first_message
 from skerry.syncer.merging import LocalPlane, Merger
+from skerry.syncer.outbox import Outbox
 from skerry.syncer.relay import Relay
 from skerry.syncer.shards import Shards
 from skerry.syncer.snapshots import Snapshots
@@ -67,7 +68,7 @@ class Connection:
     """A learner's control stream, as seen from here."""
 
     session: str
-    outbox: asyncio.Queue[pb.ToLearner | None] = field(default_factory=lambda: asyncio.Queue(CONTROL_QUEUE))
+    outbox: Outbox[pb.ToLearner] = field(default_factory=lambda: Outbox(CONTROL_QUEUE))
     vitals: Vitals = field(default_factory=Vitals)
     told: bool = False
     """It has heard lately how far the run is."""
@@ -75,17 +76,10 @@ class Connection:
     def send(self, message: pb.ToLearner) -> None:
         if message.WhichOneof("message") in ("announce", "progress"):
             self.told = True
-        try:
-            self.outbox.put_nowait(message)
-        except asyncio.QueueFull:
-            self.end()
+        self.outbox.send(message)
 
     def end(self) -> None:
-        """Close the stream once what is queued has been sent; at once if the queue is full."""
-        if self.outbox.full():
-            while not self.outbox.empty():
-                self.outbox.get_nowait()
-        self.outbox.put_nowait(None)
+        self.outbox.end()
 
 
 class SyncerServer:
@@ -470,7 +464,7 @@ class SyncerServer:
                     link = connection.vitals.link
                     if report.HasField("link"):
                         link = _link_account(report.link)
-                        if connection.outbox.qsize() < CONTROL_QUEUE // 2:
+                        if not connection.outbox.half_full:
                             connection.send(pb.ToLearner(pong=pb.Pong(ping=report.link.ping)))
                     connection.vitals = Vitals(loss, *moved, report.steps, stall_s, report.stalled_s, link)
                     said = report.loss if report.HasField("loss") else None
@@ -501,17 +495,7 @@ class SyncerServer:
                 connection.end()
 
     async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None:
-        async def write(message: Parcel[pb.BulkToLearner]) -> None:
-            try:
-                await context.write(message)
-            except grpc.aio.InternalError:
-                raise asyncio.CancelledError from None  # the learner has gone, and reading ends as well
-
-        try:
-            await self._bulk.serve(messages, write)
-        except WireError as error:
-            self.record("refused", {"reason": str(error)})
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        await self._bulk.serve(messages, context)
 
     # ------------------------------------------------------------ running
 
@@ -530,7 +514,7 @@ class SyncerServer:
         while True:
             progress = progress_of(self.core)
             for connection in list(self._connections.values()):
-                if not connection.told and connection.outbox.qsize() < CONTROL_QUEUE // 2:
+                if not connection.told and not connection.outbox.half_full:
                     connection.send(progress)
                 connection.told = False
             if self.clock.now() >= metrics_at:

@@ -25,8 +25,9 @@ from skerry.errors import RunFailed, SkerryError, StoreError, WireError
 from skerry.syncer.bulk import Bulk, MissingContribution
 from skerry.syncer.lane import Busy, Unhealthy
 from skerry.syncer.merging import LocalPlane, in_pool
+from skerry.syncer.outbox import Outbox
 from skerry.syncer.run_folder import RunIdentity, file_name, read_identity, read_version, state_checksum, write_version
-from skerry.syncer.shards import read_key
+from skerry.syncer.shards import QUEUE, read_key
 from skerry.syncer.store import Written
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind, open_channel, with_port
@@ -136,17 +137,7 @@ class Shard:
     # ------------------------------------------------------------ for learners
 
     async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None:
-        async def write(message: Parcel[pb.BulkToLearner]) -> None:
-            try:
-                await context.write(message)
-            except grpc.aio.InternalError:
-                raise asyncio.CancelledError from None  # the learner has gone, and reading ends as well
-
-        try:
-            await self._bulk.serve(messages, write)
-        except WireError as error:
-            self._desk.refused("", None, str(error))
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        await self._bulk.serve(messages, context)
 
     # ------------------------------------------------------------ what the syncer says
 
@@ -171,7 +162,7 @@ class Shard:
 
     async def _one_connection(self, stub: SyncerStub, address: str) -> tuple[pb.ShardGoodbye | None, bool]:
         call = stub.shard()
-        outbox: asyncio.Queue[pb.FromShard] = asyncio.Queue()
+        outbox: Outbox[pb.FromShard] = Outbox(QUEUE)
         hello = pb.ShardHello(
             protocol=PROTOCOL,
             run_id=self._identity.run_id,
@@ -180,7 +171,7 @@ class Shard:
             key=read_key(self._folder),
             process=self._process,
         )
-        outbox.put_nowait(pb.FromShard(hello=hello))
+        outbox.send(pb.FromShard(hello=hello))
         loop = asyncio.get_running_loop()
         sending = [loop.create_task(self._send(call, outbox)), loop.create_task(self._tell_moved(outbox))]
         self._break = call.cancel
@@ -192,11 +183,11 @@ class Shard:
                     return message.goodbye, welcomed
                 if kind == "welcome":
                     await self._welcomed(message.welcome)
-                    self._desk.connected(outbox.put_nowait)
-                    outbox.put_nowait(pb.FromShard(ready=pb.ShardReady()))
+                    self._desk.connected(outbox.send)
+                    outbox.send(pb.FromShard(ready=pb.ShardReady()))
                     welcomed = True
                 else:
-                    self._received(message, outbox.put_nowait)
+                    self._received(message, outbox.send)
             return None, welcomed
         finally:
             call.cancel()
@@ -209,19 +200,19 @@ class Shard:
                 self._bulk.forget(fragment)
             self._written.clear()
 
-    async def _send(self, call: Any, outbox: asyncio.Queue[pb.FromShard]) -> None:
+    async def _send(self, call: Any, outbox: Outbox[pb.FromShard]) -> None:
         with contextlib.suppress(WireError):  # who reads finds out as well
-            while True:
-                message = await outbox.get()
+            while (message := await outbox.get()) is not None:
                 with wire_errors():
                     await call.write(message)
+            call.cancel()
 
-    async def _tell_moved(self, outbox: asyncio.Queue[pb.FromShard]) -> None:
+    async def _tell_moved(self, outbox: Outbox[pb.FromShard]) -> None:
         while True:
             await asyncio.sleep(MOVED_EVERY_S)
             if self._desk.moved:
                 names, self._desk.moved = sorted(self._desk.moved), set()
-                outbox.put_nowait(pb.FromShard(moved=pb.Moved(names=names)))
+                outbox.send(pb.FromShard(moved=pb.Moved(names=names)))
 
     async def _welcomed(self, welcome: pb.ShardWelcome) -> None:
         """Serve what counts. What is here already, from before the stream broke, need not be read again."""

@@ -22,6 +22,7 @@ from skerry.core.merge import FragmentState
 from skerry.errors import ConfigError, JoinRefused, SkerryError, StoreError, WireError
 from skerry.syncer.desk import CoreDesk
 from skerry.syncer.lane import MAX_NAME, Busy, Damaged, Unhealthy, first_message
+from skerry.syncer.outbox import Outbox
 from skerry.syncer.run_folder import file_name
 from skerry.syncer.store import RunStore, Written
 from skerry.syncer.tape import Tape
@@ -29,7 +30,7 @@ from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL, require_tls_off_loopback, split_address
 
 QUEUE = 65_536
-"""Messages that wait for one shard: more than learners and fragments together can cause while it reads."""
+"""Messages that wait to go to one shard, or from it: more than learners and fragments together can cause while it reads."""
 STUCK = 20
 """A shard that has not done what it was told after this many times `silence_s` is given up: its disk or process may hang."""
 LEAST_STUCK_S = 60.0
@@ -63,20 +64,9 @@ class Connection:
         self.number, self.address, self.process = number, address, process
         self._stuck_s = stuck_s
         self.welcomed = self.ready = False
-        self.outbox: asyncio.Queue[pb.ToShard | None] = asyncio.Queue(QUEUE)
+        self.outbox: Outbox[pb.ToShard] = Outbox(QUEUE)
         self.waiting: dict[tuple[str, int, int], asyncio.Future[pb.Made | None]] = {}
         """By what is waited for, fragment and version."""
-
-    def send(self, message: pb.ToShard) -> None:
-        try:
-            self.outbox.put_nowait(message)
-        except asyncio.QueueFull:
-            self.end()
-
-    def end(self) -> None:
-        while self.outbox.full():
-            self.outbox.get_nowait()
-        self.outbox.put_nowait(None)
 
     def fail(self) -> None:
         for waiting in self.waiting.values():
@@ -88,11 +78,11 @@ class Connection:
         key = (what, fragment, version)
         answer: asyncio.Future[pb.Made | None] = asyncio.get_running_loop().create_future()
         self.waiting[key] = answer
-        self.send(message)
+        self.outbox.send(message)
         try:
             return await asyncio.wait_for(answer, self._stuck_s)
         except asyncio.TimeoutError:
-            self.end()
+            self.outbox.end()
             raise StoreError(f"shard {self.number} has not done what it was told for {self._stuck_s:.0f} s") from None
         finally:
             self.waiting.pop(key, None)
@@ -242,12 +232,12 @@ class Shards:
             raise JoinRefused(reason)
         old = self._connections.pop(hello.number, None)
         if old is not None and old.process == hello.process:
-            old.end()
+            old.outbox.end()
             self._away(old)
         elif old is not None:
             self._replaced[hello.number].append(old.process)
-            old.send(pb.ToShard(goodbye=pb.ShardGoodbye(reason=reason)))
-            old.end()
+            old.outbox.send(pb.ToShard(goodbye=pb.ShardGoodbye(reason=reason)))
+            old.outbox.end()
             self._away(old)
         stuck_s = max(STUCK * self._store.identity.sync.silence_s, LEAST_STUCK_S)
         connection = self._connections[hello.number] = Connection(hello.number, hello.address, hello.process, stuck_s)
@@ -266,7 +256,7 @@ class Shards:
             self._host.defect(error)
             raise
         finally:
-            connection.end()
+            connection.outbox.end()
 
     async def _welcome(self, connection: Connection) -> None:
         """What counts now. A version that is being committed for the process before goes first."""
@@ -283,7 +273,7 @@ class Shards:
                 for fragment, version, file, checksum in found
             ]
             connection.welcomed = True
-            connection.send(pb.ToShard(welcome=pb.ShardWelcome(versions=versions)))
+            connection.outbox.send(pb.ToShard(welcome=pb.ShardWelcome(versions=versions)))
 
     async def _received(self, connection: Connection, message: pb.FromShard) -> None:
         kind = message.WhichOneof("message")
@@ -299,9 +289,9 @@ class Shards:
         elif not connection.ready:
             raise WireError(f"shard {connection.number} said {kind or 'nothing'} before it was ready")
         elif kind == "offered":
-            connection.send(await self._verdict(connection, message.offered, whole=False))
+            connection.outbox.send(await self._verdict(connection, message.offered, whole=False))
         elif kind == "arrived":
-            connection.send(await self._verdict(connection, message.arrived, whole=True))
+            connection.outbox.send(await self._verdict(connection, message.arrived, whole=True))
         elif kind == "made":
             made = message.made
             if not _is_name(made):
@@ -351,8 +341,8 @@ class Shards:
             self._closed = pb.ShardGoodbye(reason=reason, over=True)
         for connection in self._connections.values():
             if over:
-                connection.send(pb.ToShard(goodbye=self._closed))
-            connection.end()
+                connection.outbox.send(pb.ToShard(goodbye=self._closed))
+            connection.outbox.end()
 
 
 def _is_name(made: pb.Made) -> bool:
