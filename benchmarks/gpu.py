@@ -1,7 +1,7 @@
-"""What Skerry costs a GPU: steps with a learner attached over steps without, in turns; how fast codecs encode there; and that
-they give the same bytes as on the CPU.
+"""What Skerry costs a GPU: steps with a learner attached over steps without, in turns; how fast codecs encode there; that they
+give the same bytes as on the CPU; and that what is sent and adopted while kernels run is right to the bit.
 
-    python benchmarks/gpu.py [--quick] [--sizes 135m 1b] [--codecs bf16 int4]
+    python benchmarks/gpu.py [--quick] [--sizes 135m 1b] [--codecs bf16 int4] [--turns 4]
 
 The syncer runs on this machine's CPU. Training is real: a byte-level GPT with AdamW, bf16, compiled.
 """
@@ -21,6 +21,9 @@ import torch
 import skerry
 from skerry.config import Config, ModelConfig, SyncConfig, TrainConfig
 from skerry.core.codec import _CODECS, codec
+from skerry.core.fragment import split
+from skerry.core.tensors import model_tensors
+from skerry.learner.replica import Replica
 from skerry.train.job import build_job
 
 SHAPES = {
@@ -57,6 +60,34 @@ def codecs_on_the_device(numel: int) -> None:
         print(f"encode {name:6s} {rates[name] / 1e9:8.1f} GB/s of fp32", flush=True)
     share = rates["int4"] / copy
     print(json.dumps({"bar": "encode int4 over copy bandwidth", "value": round(share, 3), "target": 0.5, "ok": share >= 0.5}))
+
+
+def fragments_through_the_device(rounds: int) -> None:
+    """Versions are adopted, changed as an optimizer would, and their progress encoded, all without waiting for the GPU between;
+    pinned memory is used again and again meanwhile."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000, bias=False) for _ in range(6))).cuda()
+    layout = split([spec for spec, _ in model_tensors(model)], 6)
+    replica = Replica(model, layout, SyncConfig(fragments=6, send="fp32"))
+    busy = torch.randn(4096, 4096, device="cuda")
+    wanted, sent = [], []
+    for round_ in range(rounds):
+        for index, fragment in enumerate(layout.fragments):
+            values = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(round_ * 6 + index))
+            prepared = replica.prepare(index, values.clone(), 0)
+            with replica.gate:
+                replica.before_write()
+                replica.adopt(index, prepared, 0, 0)
+                busy @ busy  # what follows is still to be done when the next line is reached
+                with torch.no_grad():
+                    model[index].weight.mul_(0.5)
+                replica.after_write()
+                snapshot = replica.snapshot(index, round_)
+            del prepared
+            wanted.append(values - values * 0.5)
+            sent.append(codec("fp32").decode(replica.encode(snapshot), fragment.numel).clone())
+    right = sum(map(torch.equal, wanted, sent))
+    bar = {"bar": "fragments right to the bit through the GPU", "value": right, "target": len(wanted)}
+    print(json.dumps({**bar, "ok": right == len(wanted)}), flush=True)
 
 
 class Island:
@@ -116,17 +147,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--sizes", nargs="*", default=["135m", "1b"])
     parser.add_argument("--codecs", nargs="*", default=["bf16", "int4"])
+    parser.add_argument("--turns", type=int)
     parser.add_argument("--batch", type=int, default=16)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU")
     torch.set_float32_matmul_precision("high")
     codecs_on_the_device(1 << 24 if options.quick else 1 << 26)
+    fragments_through_the_device(10 if options.quick else 50)
+    turns = options.turns or (2 if options.quick else 4)
     for size in options.sizes:
         island = Island(size, options.batch)
         island.steps(10.0)
         for send in options.codecs:
-            attached(island, send, 2 if options.quick else 4, 3.0 if options.quick else 8.0)
+            attached(island, send, turns, 3.0 if options.quick else 8.0)
         del island
         torch.cuda.empty_cache()
 

@@ -23,11 +23,14 @@ from skerry.core.fragment import Fragment, Layout
 from skerry.core.fragment_codec import fragment_codec
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError
+from skerry.learner.pinned import PinnedMemory
 
 QUICK_NUMEL = 1 << 19
 """The largest fragment that the event loop copies and casts by itself. Every other codec takes about eight times as long."""
 OPEN_ANSWERS = 2
 """Of one fragment: its rounds follow each other, so only answers to the same question can both be open."""
+SPARE_SHARE = 4
+"""Of the fragments, one in so many may be under way to or from a GPU at a time and find pinned memory for it."""
 GATE_S = 0.2
 HALF_STEP_S, RETRY_GATE_S = 1.0, 0.001
 
@@ -93,6 +96,14 @@ class Replica:
         self._copies: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._written: Any = None
         self._being_read: list[Any] = []
+        if self._cuda:
+            count, numel = len(layout.fragments), max(fragment.numel for fragment in layout.fragments)
+            spare = max(1, count // SPARE_SHARE)
+            encoded = max(c.size_bytes(f.numel) for c, f in zip(self._codecs, layout.fragments, strict=True))
+            streams = [self._stream, self._copies]
+            self._versions = PinnedMemory(numel * torch.float32.itemsize, count + spare, streams)
+            """For the versions held and those that are to be adopted."""
+            self._outgoing = PinnedMemory(encoded, spare, streams)
 
     @property
     def on_cpu(self) -> bool:
@@ -157,8 +168,7 @@ class Replica:
                 before = torch.cat(self._read(self.layout.fragments[index]))
             else:
                 before = self._as_model(index, since) if since is self._held[index] else since
-            change = values.to(self.device, non_blocking=True) - before.to(self.device, non_blocking=True)
-            return change, self._recorded()
+            return values.to(self.device, non_blocking=True) - before, self._recorded()
 
     def _to_device(self, flat: Tensor) -> tuple[Tensor, Any]:
         if not self._cuda:
@@ -244,7 +254,7 @@ class Replica:
 
         def progress() -> Tensor:
             with self._on_side():
-                return self._as_model(index, held).to(self.device, non_blocking=True) - values
+                return self._as_model(index, held) - values
 
         return Snapshot(index, at_step, feedback.missing if feedback is not None else None, progress)
 
@@ -260,7 +270,7 @@ class Replica:
                     feedback.sent(snapshot.at_step, progress, sent)
             if not self._cuda:
                 return data
-            arrived = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
+            arrived = self._outgoing.take(data.numel(), torch.uint8)
             arrived.copy_(data, non_blocking=True)
             event = self._recorded()
         event.synchronize()
@@ -270,14 +280,15 @@ class Replica:
         return self._held[index]
 
     def _as_model(self, index: int, values: Tensor) -> Tensor:
-        """A version as the model's types can hold it: progress counted from unrounded values would contain the rounding."""
+        """A version as the model's types can hold it, on its device: progress counted from unrounded values would contain the
+        rounding."""
+        values = values.to(self.device, non_blocking=True)
         pieces = self.layout.fragments[index].pieces
         types = [self._tensors[piece.tensor].dtype for piece in pieces]
         if all(dtype == torch.float32 for dtype in types):
             return values
         parts = torch.split(values, [piece.numel for piece in pieces])
-        rounded = torch.cat([part.to(dtype).float() for part, dtype in zip(parts, types, strict=True)])
-        return rounded.pin_memory() if self._cuda else rounded
+        return torch.cat([part.to(dtype).float() for part, dtype in zip(parts, types, strict=True)])
 
     def copy_out(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Copy tensors that only the optimizer writes, holding the gate. The result gives the copies once they have arrived."""
@@ -300,7 +311,7 @@ class Replica:
     def prepare(self, index: int, values: Tensor, since_step: int, floor: int = 0) -> Prepared:
         """Make a version ready for adoption, off the training thread."""
         if self._cuda:
-            values = values.pin_memory()
+            values = self._versions.take(values.numel(), torch.float32).copy_(values)
         if self._sync.adopt != "carry":
             return Prepared(values, *self._to_device(values), None, floor)
         since = self._since(index, since_step)

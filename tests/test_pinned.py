@@ -1,0 +1,107 @@
+"""Host memory for a GPU's copies: pieces go round, and none is written to while anyone still reads it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from skerry.learner.pinned import PinnedMemory
+
+
+class Stream:
+    """What PinnedMemory wants of a CUDA stream; remembers who waited for it."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.waited_for: list[int] = []
+
+    def record_event(self) -> Event:
+        self.recorded += 1
+        return Event(self, self.recorded)
+
+
+class Event:
+    def __init__(self, stream: Stream, number: int) -> None:
+        self._stream, self._number = stream, number
+
+    def synchronize(self) -> None:
+        self._stream.waited_for.append(self._number)
+
+
+def test_pieces_do_not_overlap_and_are_used_again_once_nobody_refers_to_them():
+    memory = PinnedMemory(400, 3, [Stream()])
+    first, second = memory.take(100, torch.float32), memory.take(100, torch.float32)
+    first.fill_(1.0)
+    second.fill_(2.0)
+    assert first.eq(1).all() and second.eq(2).all()
+    third = memory.take(50, torch.float32)
+    places = {tensor.data_ptr() for tensor in (first, second, third)}
+    assert len(places) == 3
+    del first, second, third
+    again = [memory.take(100, torch.float32) for _ in range(3)]
+    assert {tensor.data_ptr() for tensor in again} == places
+
+
+def test_without_a_free_piece_ordinary_memory_is_taken():
+    memory = PinnedMemory(400, 1, [Stream()])
+    held = memory.take(100, torch.float32)
+    held.fill_(1.0)
+    other = memory.take(100, torch.float32)
+    other.fill_(2.0)
+    assert held.eq(1).all() and other.eq(2).all()
+    place = held.data_ptr()
+    del other  # was never a piece, and does not become one
+    assert memory.take(100, torch.float32).data_ptr() != place
+
+
+@pytest.mark.parametrize(
+    "share",
+    [lambda t: t[3:5], lambda t: t.view(torch.uint8), lambda t: t.numpy(), lambda t: memoryview(t.numpy())],
+    ids=["slice", "view", "array", "memoryview"],
+)
+def test_whatever_shares_the_memory_keeps_the_piece(share):
+    memory = PinnedMemory(64, 1, [])
+    tensor = memory.take(16, torch.float32)
+    place = tensor.data_ptr()
+    kept = share(tensor)
+    del tensor
+    gc.collect()
+    assert memory.take(16, torch.float32).data_ptr() != place
+    del kept
+    gc.collect()
+    assert memory.take(16, torch.float32).data_ptr() == place
+
+
+def test_a_piece_is_not_given_out_before_the_gpu_has_read_it():
+    copies, encoding = Stream(), Stream()
+    memory = PinnedMemory(64, 1, [copies, encoding])
+    tensor = memory.take(16, torch.float32)
+    assert not copies.waited_for  # nobody has read from it yet
+    del tensor
+    assert (copies.recorded, encoding.recorded) == (1, 1)
+    memory.take(16, torch.float32)
+    assert (copies.waited_for, encoding.waited_for) == ([1], [1])
+
+
+def test_many_threads_never_share_a_piece():
+    memory = PinnedMemory(4096, 4, [Stream()])
+    wrong = []
+
+    def use(mark: int) -> None:
+        for _ in range(2000):
+            tensor = memory.take(1024, torch.int32)
+            tensor.fill_(mark)
+            if not tensor.eq(mark).all():
+                wrong.append(mark)
+
+    threads = [threading.Thread(target=use, args=(mark,)) for mark in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    kept = [memory.take(1024, torch.int32) for _ in range(4)]
+    assert len({tensor.data_ptr() for tensor in kept}) == 4
