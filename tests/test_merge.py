@@ -14,7 +14,6 @@ from torch import Tensor
 
 from skerry.core.fragment import Layout, Rule, TensorSpec, split
 from skerry.core.merge import BLOCK, ROW, FragmentState, mean, merge, nesterov, norm, norms_of, radial_mean, weight
-from skerry.core.vectors import empty_like
 
 
 def vectors(count: int, numel: int, seed: int = 0) -> list[Tensor]:
@@ -336,11 +335,3 @@ def test_a_merge_in_blocks_is_that_of_the_whole_and_does_not_depend_on_threads_o
         rule = layout.tensors[piece.tensor].rule
         reference = reference_radial if radial and rule == "radial" else reference_mean
         close(results[0].momentum[here], reference([delta[here].float() for delta in deltas], weights))
-
-
-@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (3, 5), (1 << 18,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_memory_for_vectors_is_what_was_asked_for(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    found = empty_like(torch.zeros(shape), dtype)
-    assert (found.shape, found.dtype, found.is_contiguous()) == (torch.Size(shape), dtype, True)
-    assert torch.equal(found.fill_(3), torch.full(shape, 3, dtype=dtype))

@@ -51,7 +51,7 @@ def publish(before: FragmentState, after: FragmentState, codec: Codec) -> tuple[
     difference = torch.sub(after.values, before.public, out=empty_like(after.values))
     data = codec.encode(difference)
     # The difference is not needed any more, and its memory is.
-    shown = torch.add(before.public, codec.decode(data, after.values.numel()), out=difference)
+    shown = difference.copy_(codec.decode(data, after.values.numel())).add_(before.public)
     return FragmentState(after.values, after.momentum, shown), data
 
 
@@ -66,11 +66,15 @@ ROW = 1 << 14
 """Elements that are summed up at a time. torch does that in one thread, so a sum does not depend on how many there are."""
 
 
-def _blocks(vector: Tensor) -> Iterator[slice]:
-    """A vector on a GPU is one block: there a pass costs less than to start many small ones."""
+def _blocks(vector: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Each with room for as many elements, the same for all of them: torch's own allocations, made and freed for block after
+    block, would leave holes. A vector on a GPU is one block: there a pass costs less than to start many small ones."""
     numel = vector.numel()
     size = BLOCK if vector.device.type == "cpu" else max(numel, 1)
-    return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
+    room = empty_like(vector[:size])
+    for start in range(0, numel, size):
+        here = slice(start, min(start + size, numel))
+        yield here, room[: here.stop - start]
 
 
 def norms_of(fragment: Fragment, delta: Tensor) -> list[float]:
@@ -80,7 +84,11 @@ def norms_of(fragment: Fragment, delta: Tensor) -> list[float]:
 
 def norm(vector: Tensor) -> float:
     """The Euclidean norm to five digits or more; not finite if an element is not."""
-    return math.sqrt(sum(_square_norm(vector[here]) for here in _blocks(vector)))
+    return math.sqrt(sum(_square_norm(_in_fp32(vector[here], room)) for here, room in _blocks(vector)))
+
+
+def _in_fp32(block: Tensor, room: Tensor) -> Tensor:
+    return block if block.dtype == torch.float32 else room.copy_(block)
 
 
 _SMALL, _LARGE = 1e-15, 1e15
@@ -92,7 +100,7 @@ def _square_norm(block: Tensor) -> float:
     found = 0.0
     for rows in (block[:whole_rows].view(-1, ROW), block[whole_rows:].view(1, -1)):
         if rows.numel():
-            lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).tolist()
+            lengths = torch.linalg.vector_norm(rows, dim=1).tolist()
             inexact = [number for number, length in enumerate(lengths) if not _SMALL < length < _LARGE]
             if inexact:
                 exact = torch.linalg.vector_norm(rows[inexact], dim=1, dtype=torch.float64).tolist()
@@ -106,15 +114,15 @@ def mean(deltas: Sequence[Tensor], weights: Sequence[float], out: Tensor | None 
     """Weighted mean. The order of summation is the order given, so equal inputs give equal bits."""
     result = empty_like(deltas[0]) if out is None else out
     total = sum(weights)
-    for here in _blocks(result):
-        _sum(deltas, [share / total for share in weights], here, result[here])
+    for here, room in _blocks(result):
+        _sum([delta[here] for delta in deltas], [share / total for share in weights], room, result[here])
     return result
 
 
-def _sum(deltas: Sequence[Tensor], shares: Sequence[float], here: slice, result: Tensor) -> None:
-    result.copy_(deltas[0][here]).mul_(shares[0])
-    for delta, share in zip(deltas[1:], shares[1:], strict=True):
-        result.add_(delta[here], alpha=share)
+def _sum(blocks: Sequence[Tensor], shares: Sequence[float], room: Tensor, result: Tensor) -> None:
+    result.copy_(blocks[0]).mul_(shares[0])
+    for block, share in zip(blocks[1:], shares[1:], strict=True):
+        result.add_(_in_fp32(block, room), alpha=share)
 
 
 NOTHING = 1e-30
@@ -138,8 +146,8 @@ def radial_mean(
     pointing = [number for number, length in enumerate(norms) if length > NOTHING]
     vectors, shares = [deltas[n] for n in pointing], [weights[n] / total / norms[n] for n in pointing]
     square_length = 0.0
-    for here in _blocks(result) if pointing else ():
-        _sum(vectors, shares, here, result[here])
+    for here, room in _blocks(result) if pointing else ():
+        _sum([vector[here] for vector in vectors], shares, room, result[here])
         square_length += _square_norm(result[here])
     length = math.sqrt(square_length)
     if length < CANCELLED:
@@ -149,13 +157,14 @@ def radial_mean(
 
 
 def nesterov(state: FragmentState, gradient: Tensor, lr: float, momentum: float) -> FragmentState:
-    """One step of SGD with Nesterov momentum; equal to torch.optim.SGD(nesterov=True) when momentum > 0."""
-    after = FragmentState(empty_like(state.values), empty_like(state.momentum))
-    for here in _blocks(gradient):
+    """One step of SGD with Nesterov momentum; equal to torch.optim.SGD(nesterov=True) when momentum > 0. The gradient is used
+    up: its memory holds the new momentum."""
+    after = FragmentState(empty_like(state.values), gradient)
+    for here, room in _blocks(gradient):
         # The same operations in the same order as torch's, so that the result is the same to the bit.
-        buffer = torch.mul(state.momentum[here], momentum, out=after.momentum[here]).add_(gradient[here])
-        step = gradient[here].add(buffer, alpha=momentum)
-        torch.add(state.values[here], step, alpha=-lr, out=after.values[here])
+        step = room.copy_(gradient[here])
+        buffer = torch.mul(state.momentum[here], momentum, out=after.momentum[here]).add_(step)
+        torch.add(state.values[here], step.add_(buffer, alpha=momentum), alpha=-lr, out=after.values[here])
     return after
 
 
@@ -190,9 +199,10 @@ def merge(
             statistics[here] = True
     if presence != 1.0:
         progress.mul_(presence)
+    averages = (state.values - progress)[statistics] if statistics is not None else None
     merged = nesterov(state, progress, lr, momentum)
-    if statistics is not None:
-        merged.values[statistics] = (state.values - progress)[statistics]
+    if averages is not None:
+        merged.values[statistics] = averages
         merged.momentum[statistics] = 0.0
     return merged
 

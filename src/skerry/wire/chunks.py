@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from skerry.core.codec import checksum
 from skerry.core.fragment import Layout
+from skerry.core.vectors import empty_bytes
 from skerry.errors import WireError
 
 CHUNK_BYTES = 1 << 20
@@ -57,7 +56,7 @@ class Assembly:
         if number not in self._missing:
             return  # what has come is not written again: somebody may be reading it
         if self._buffer is None:
-            self._buffer = np.empty(self.size_bytes, dtype=np.uint8).data  # nothing is read of it before it was written
+            self._buffer = empty_bytes(self.size_bytes).data  # nothing is read of it before it was written
         self._buffer[start : start + size] = data
         self._missing.discard(number)
 
