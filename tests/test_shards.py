@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import socket
 import sqlite3
 import threading
 from pathlib import Path
@@ -19,6 +20,7 @@ from skerry.config import SyncConfig
 from skerry.core.fragment import TensorSpec, split
 from skerry.core.tensors import model_tensors
 from skerry.errors import RunFailed
+from skerry.learner import transfers
 from skerry.syncer import shard as shard_process
 from skerry.syncer.run_folder import read_model
 from skerry.syncer.shards import spread
@@ -223,6 +225,37 @@ def test_islands_wait_for_shards_that_come_late_and_for_those_of_a_syncer_starte
     assert all(shard.error is None for shard in shards), "they found the syncer again by themselves"
     island.leave()
     again.stop()
+
+
+def test_an_island_says_once_which_shard_it_does_not_reach(
+    folder: Path, start_syncer, start_shard, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(transfers, "WARN_S", 0.0)
+    caplog.set_level("DEBUG", logger="skerry.learner")
+    skerry.create(folder, small_model(), DECOUPLED)
+    syncer = start_syncer(folder, shards=2)
+    shards = [start_shard(syncer, number) for number in range(2)]
+    island = Trains(syncer.address)
+    poll(lambda: min(versions(folder)) > 1, "all fragments to be merged")
+    shards[1].stop()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        hidden = start_shard(syncer, 1, address)
+
+        def lines(level: str, words: str) -> list[str]:
+            said = [record.getMessage() for record in caplog.records if record.levelname == level]
+            return [line for line in said if words in line]
+
+        poll(lambda: lines("WARNING", address), "the island to say so")
+        tried = len(lines("DEBUG", "was not"))
+        poll(lambda: len(lines("DEBUG", "was not")) > tried + 1, "it to try again")
+        assert len(lines("WARNING", address)) == 1
+        hidden.stop()
+    stands = versions(folder)
+    start_shard(syncer, 1)
+    poll(lambda: all(versions(folder)[f] > stands[f] for f in fragments_of(1)), "its fragments to be merged again")
+    island.leave()
 
 
 def test_leaving_does_not_wait_for_ever_for_a_shard_that_is_away(folder: Path, start_syncer, start_shard) -> None:

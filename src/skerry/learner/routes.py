@@ -32,6 +32,12 @@ class Routes:
             return self.main
         return self._shards[self._of_fragment[fragment]][1]
 
+    def address_of(self, fragment: int) -> str:
+        """Empty for the syncer itself, and while nobody serves it."""
+        if not self._shards or fragment >= len(self._of_fragment):
+            return ""
+        return self._shards[self._of_fragment[fragment]][0]
+
     def place(self, addresses: Sequence[str], of_fragment: Sequence[int]) -> None:
         """The syncer says where fragments are. What was under way to a place that has changed fails, and is tried again."""
         before, self._shards = self._shards, []

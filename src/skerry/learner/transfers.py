@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("skerry.learner")
 
 RETRY_TRANSFER_S = 0.5
+WARN_S = 30.0
+"""After this long without getting through to a shard that the syncer has named, it is said."""
 MAX_DIFFERENCES = 64
 """More than any syncer keeps: a learner does not set memory aside for whatever is declared."""
 
@@ -52,6 +56,8 @@ class Transfers:
         self._sending: set[tuple[Routes, int, int]] = set()
         self._downloads: dict[int, Download] = {}
         """By fragment: what has come of a version stays when connections break."""
+        self._unreached: dict[str, float] = {}
+        """By address: since when nothing has got through to a shard; or never again, once that was said."""
 
     # ------------------------------------------------------------ contributions
 
@@ -156,7 +162,9 @@ class Transfers:
                 reply = await _served(routes, question.fragment).upload(header, data, resume)
             except WireError as error:
                 log.debug("%s: fragment %d was not sent: %s", link.name, question.fragment, error)
+                self._failed(routes, question.fragment, error)
             else:
+                self._went_through(routes, question.fragment)
                 if not reply.accepted:
                     log.debug("%s: fragment %d was not taken: %s", link.name, question.fragment, reply.reason)
                 if not reply.damaged:
@@ -181,6 +189,16 @@ class Transfers:
             if kept is not None and kept.data is encoded.data:
                 del self._encoded[fragment]
 
+    def _failed(self, routes: Routes, fragment: int, error: WireError) -> None:
+        """The syncer can be reached, else it would be said elsewhere; a shard perhaps not."""
+        address = routes.address_of(fragment)
+        if address and time.monotonic() - self._unreached.setdefault(address, time.monotonic()) >= WARN_S:
+            log.warning("%s gets nothing through to the shard at %s: %s; training goes on", self._link.name, address, error)
+            self._unreached[address] = math.inf
+
+    def _went_through(self, routes: Routes, fragment: int) -> None:
+        self._unreached.pop(routes.address_of(fragment), None)
+
     # ------------------------------------------------------------ merged fragments
 
     async def fetch(self, version: Version) -> None:
@@ -197,11 +215,13 @@ class Transfers:
             await _served(routes, fragment).fetch(download)
         except WireError as error:
             log.debug("%s: fragment %d was not fetched: %s", link.name, fragment, error)
+            self._failed(routes, fragment, error)
             if isinstance(error, NotAsWanted):
                 self._forget(download)
             self._fetch_again(version, routes)
             return
 
+        self._went_through(routes, fragment)
         with link.changed:
             since_step = exchange.uncounted_since(version).steps
 
