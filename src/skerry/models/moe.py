@@ -64,7 +64,7 @@ def routes_of(chosen: Tensor, experts: int, capacity: int) -> Routes:
     device, assignments = chosen.device, chosen.flatten()
     count, slots = assignments.numel(), experts * capacity
     # How many assignments of its expert come before each one. The long dimension is the last: scans along others are slow.
-    ranks = (assignments == torch.arange(experts, device=device)[:, None]).cumsum(dim=1)
+    ranks = (assignments == torch.arange(experts, device=device)[:, None]).cumsum(dim=1, dtype=torch.int32)
     wanted = ranks[:, -1]
     rank = ranks.gather(0, assignments[None])[0] - 1
     kept = rank < capacity
