@@ -69,8 +69,7 @@ def routes_of(chosen: Tensor, experts: int, capacity: int) -> Routes:
     rank = ranks.gather(0, assignments[None])[0] - 1
     kept = rank < capacity
     slot = assignments * capacity + rank
-    # One more slot takes those that are dropped. The numbers in empty slots are all different, so that gathering by them does
-    # not read or write one row again and again.
+    # One more slot takes those that are dropped. Empty slots name different assignments rather than all the same one.
     table = torch.arange(slots + 1, device=device) % count
     table = table.scatter(0, torch.where(kept, slot, slots), torch.arange(count, device=device))[:slots]
     filled = (torch.arange(capacity, device=device) < wanted[:, None]).flatten()
@@ -78,7 +77,7 @@ def routes_of(chosen: Tensor, experts: int, capacity: int) -> Routes:
 
 
 # Each direction of the way into the slots and back has its table, so gradients are gathered as well. Left to autograd they
-# would be scattered: slower, and on a GPU summed in an order that changes.
+# would be scattered, and on a GPU summed in an order that changes from one run to the next.
 
 
 class _IntoSlots(torch.autograd.Function):
