@@ -118,6 +118,9 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(path: str, value: ob
         ("sync.begin.islands", -2, ">= 0"),
         ("model.layers", -1, ">= 0 (0 takes the preset's)"),
         ("model.context", 1, ">= 2"),
+        ("model.experts", 1, "0 (dense) or >= 2"),
+        ("model.experts", -4, "0 (dense) or >= 2"),
+        ("model.active", 0, ">= 1"),
         ("data.held_out", 0.0, "in (0, 0.5)"),
         ("data.held_out", 0.5, "in (0, 0.5)"),
         ("train.tokens", 0, ">= 1"),
@@ -148,6 +151,7 @@ def test_a_value_out_of_range_is_refused_with_name_value_and_requirement(path: s
 
 def test_settings_that_do_not_fit_together_are_refused() -> None:
     assert refusal({"data": {"corpus": "folder"}}) == "data.path must be set for corpus 'folder', got ''"
+    assert refusal({"model": {"experts": 4, "active": 5}}) == "model.active must be at most model.experts, got 5"
     with pytest.raises(ConfigError, match="sync.overlap must be below sync.every in lock-step, got 4"):
         SyncConfig(every=4, overlap=4, wait=True, quorum=0)
     with pytest.raises(ConfigError, match=r"sync.quorum must be 0 \(all\) in lock-step, got 1"):

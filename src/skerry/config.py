@@ -166,11 +166,18 @@ class ModelConfig:
     heads: int = 0
     context: int = 128
     """Tokens a sequence holds."""
+    experts: int = 0
+    """Experts in place of each layer's MLP, of which every token uses `active`; 0 means one MLP for all tokens."""
+    active: int = 2
+    """Experts that a token uses. Each is the dense MLP's width divided by this, so a token uses as many parameters."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads"):
             _require(getattr(self, name) >= 0, f"model.{name}", getattr(self, name), ">= 0 (0 takes the preset's)")
         _require(self.context >= 2, "model.context", self.context, ">= 2")
+        _require(self.experts == 0 or self.experts >= 2, "model.experts", self.experts, "0 (dense) or >= 2")
+        _require(self.active >= 1, "model.active", self.active, ">= 1")
+        _require(not self.experts or self.active <= self.experts, "model.active", self.active, "at most model.experts")
 
 
 @dataclass(frozen=True)

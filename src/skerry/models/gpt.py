@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from skerry.config import ModelConfig
 from skerry.errors import ConfigError
+from skerry.models.linear import Linear
+from skerry.models.moe import MixtureOfExperts, expert_width
 
 _INIT_STD = 0.02
 _NORM_EPS = 1e-6
@@ -35,6 +37,10 @@ class GPTShape:
     """Numbers that represent one token between layers."""
     heads: int
     """Attention heads of a layer; each is width / heads wide."""
+    experts: int = 0
+    """Experts in place of a layer's MLP; 0 for a dense model."""
+    active: int = 2
+    """Experts that a token uses."""
 
     def __post_init__(self) -> None:
         for name in ("vocab", "context", "layers", "width", "heads"):
@@ -51,8 +57,11 @@ class GPTShape:
 
     @property
     def non_embedding_parameters(self) -> int:
-        matrices = (4 + 2 * _MLP_RATIO) * self.width**2
-        return self.layers * (matrices + 2 * self.width) + self.width
+        hidden = _MLP_RATIO * self.width
+        mlp = 2 * self.width * hidden
+        if self.experts:
+            mlp = self.experts * (2 * self.width * expert_width(hidden, self.active) + self.width)  # and a row of the router
+        return self.layers * (4 * self.width**2 + mlp + 2 * self.width) + self.width
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,8 @@ def shape_for(config: ModelConfig, vocab: int) -> GPTShape:
         layers=config.layers or size.layers,
         width=config.width or size.width,
         heads=config.heads or size.heads,
+        experts=config.experts,
+        active=config.active,
     )
 
 
@@ -104,16 +115,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
-class _Linear(nn.Linear):
-    """Without bias, and without the random numbers that nn.Linear would draw from the global generator."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def reset_parameters(self) -> None:
-        """GPT draws all weights itself."""
-
-
 class _Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """GPT draws all weights itself."""
@@ -124,8 +125,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.head_width = shape.head_width
-        self.qkv = _Linear(shape.width, 3 * shape.width)
-        self.out = _Linear(shape.width, shape.width)
+        self.qkv = Linear(shape.width, 3 * shape.width)
+        self.out = Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -146,15 +147,22 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
         self.attention = Attention(shape)
         self.mlp_norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
-        self.up = _Linear(shape.width, _MLP_RATIO * shape.width)
-        self.down = _Linear(_MLP_RATIO * shape.width, shape.width)
+        self.has_experts = shape.experts > 0
+        if self.has_experts:
+            self.mlp = MixtureOfExperts(shape.width, _MLP_RATIO * shape.width, shape.experts, shape.active)
+        else:
+            self.up = Linear(shape.width, _MLP_RATIO * shape.width)
+            self.down = Linear(_MLP_RATIO * shape.width, shape.width)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What goes on to the next block, and what is added to the loss; experts in training alone add something."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
+        if self.has_experts:
+            out, added_loss = self.mlp(self.mlp_norm(x))
+            return x + out, added_loss
         hidden = F.relu(self.up(self.mlp_norm(x)))
         # Not .square(): the backward pass of a power takes twice as long on a CPU as that of a product.
-        out: Tensor = x + self.down(hidden * hidden)
-        return out
+        return x + self.down(hidden * hidden), None
 
 
 class GPT(nn.Module):
@@ -189,26 +197,39 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """What the output head sees: (batch, length, width)."""
+        return self._hidden(tokens)[0]
+
+    def _hidden(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The same, and what blocks add to the loss."""
         length = tokens.shape[1]
         if length > self.shape.context:
             raise ValueError(f"a sequence must be at most {self.shape.context} tokens long, got {length}")
         cos, sin = self.cos[:length], self.sin[:length]
         x = self.embedding(tokens)
+        added_losses: list[Tensor] = []
         for block in self.blocks:
-            x = block(x, cos, sin)
-        out: Tensor = self.norm(x)
-        return out
+            x, added_loss = block(x, cos, sin)
+            if added_loss is not None:
+                added_losses.append(added_loss)
+        return self.norm(x), added_losses
 
     def logits(self, hidden: Tensor) -> Tensor:
         """In fp32 whatever the type of the matrices: bf16 would round away small differences between likely tokens."""
         return F.linear(hidden, self.embedding.weight).float()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (batch, length, vocab), or, with targets, the mean cross-entropy in nats per token."""
-        logits = self.logits(self.hidden(tokens))
+        """Logits (batch, length, vocab), or, with targets, the mean cross-entropy in nats per token.
+
+        Training a mixture of experts adds to the cross-entropy what keeps the experts of each layer evenly used.
+        """
+        hidden, added_losses = self._hidden(tokens)
+        logits = self.logits(hidden)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        for added_loss in added_losses:
+            loss = loss + added_loss
+        return loss
 
 
 def build_gpt(config: ModelConfig, vocab: int, seed: int) -> GPT:
@@ -234,6 +255,8 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     device = model.embedding.weight.device
     start = len(tokens)
+    training = model.training
+    model.eval()  # in training experts drop tokens
     for _ in range(count):
         window = torch.tensor([tokens[-model.shape.context :]], device=device)
         logits = model.logits(model.hidden(window)[:, -1])[0].cpu()
@@ -245,4 +268,5 @@ def generate(
             logits = logits.masked_fill(logits < smallest, -math.inf)
         chances = F.softmax(logits / temperature, dim=-1)
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    model.train(training)
     return tokens[start:]
