@@ -155,6 +155,10 @@ class SequentialLearner:
     base: list[Tensor]
     alive: bool = True
     life: int = 0
+    waits: bool = False
+    """In lock-step: for a merge without which it may not go on."""
+    staged: dict[int, Tensor] = field(default_factory=dict)
+    """In lock-step: fragments as they were when they were due."""
     ready: dict[int, Tensor] = field(default_factory=dict)
     snapshots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     feedback: dict[int, Feedback | None] = field(default_factory=dict)
@@ -224,6 +228,9 @@ class SequentialRun:
         heapq.heappush(self._events, (when, next(self._order), act))
 
     def _dispatch(self, event: m.Event) -> None:
+        for learner in self.learners:
+            if learner.waits:
+                self.core.bytes_moved(learner.name, self.now)  # it takes no steps, but it is not silent
         for action in self.core.handle(event, self.now):
             if isinstance(action, m.Begin):
                 learner = self._by_name[action.name]
@@ -270,11 +277,18 @@ class SequentialRun:
         stepper.step(x, y)
         torch._foreach_copy_(learner.weights, stepper.tensors)
         torch._foreach_copy_(learner.optimizer_state, stepper.state_tensors)
-        exchange.stepped(train.batch * stepper.subject.sample.tokens)
+        for fragment in exchange.stepped(train.batch * stepper.subject.sample.tokens):
+            learner.staged[fragment] = self._read(learner.weights, fragment)
         self._settle(learner)
         self._dispatch(m.Reported(learner.name, exchange.step, exchange.totals.tokens, learner.step_time))
         self._fail_perhaps(learner)
         if learner.alive:
+            self._go_on(learner)
+
+    def _go_on(self, learner: SequentialLearner) -> None:
+        """Start the next step; in lock-step not before every merge that is overdue has come."""
+        learner.waits = learner.exchange.must_wait()
+        if not learner.waits:
             self._at(self.now + learner.step_time, self._stepper_of(learner))
 
     def _settle(self, learner: SequentialLearner) -> None:
@@ -301,7 +315,7 @@ class SequentialRun:
                 nothing = m.NothingToGive(learner.name, question.fragment, question.step)
                 self._at(self.now, lambda nothing=nothing: self._dispatch(nothing))
                 continue
-            values = self._read(learner.weights, question.fragment)
+            values = learner.staged[question.fragment] if answer.staged else self._read(learner.weights, question.fragment)
             if self.sync.adopt == "carry":
                 learner.snapshots.setdefault(question.fragment, {})[answer.at.steps] = values
             learner.exchange.given(answer)
@@ -359,8 +373,10 @@ class SequentialRun:
             for wanted in learner.exchange.to_fetch():
                 if wanted == version and learner.exchange.fetched(version):
                     learner.ready[version.fragment] = values
-            if learner.exchange.phase == "stopped":
+            if learner.waits or learner.exchange.phase == "stopped":
                 self._settle(learner)
+            if learner.waits:
+                self._go_on(learner)
 
         self._at(self.now + self._delay, arrive)
 
