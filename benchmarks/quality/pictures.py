@@ -69,7 +69,7 @@ class Draws:
     def normals(self, each: int) -> Tensor:
         """`each` numbers for every sample, of mean 0 and deviation 1: sums of four even ones, close enough to a bell."""
         bits = self._bits(each)
-        total = sum((_shifted(bits, shift) & 0xFFFF for shift in (0, 16, 32)), _shifted(bits, 48))
+        total = sum((_shifted(bits, shift) & 0xFFFF for shift in (16, 32, 48)), bits & 0xFFFF)
         return (total.float() - 2 * 0xFFFF) * (3**0.5 / 65536)
 
 
@@ -135,7 +135,7 @@ class Glyphs:
         label = draws.integers(self.CLASSES, 1)
         font = draws.integers(self._fonts, 1)
         units = draws.units(11).unsqueeze(-1).unbind(1)
-        angle = between(units[0], -0.5, 0.5)
+        angle = between(units[0], -0.4, 0.4)
         scale = between(units[1], 0.55, 1.15)
         stretch = between(units[2], 0.8, 1.25)
         shear = between(units[3], -0.3, 0.3)
@@ -143,7 +143,7 @@ class Glyphs:
         contrast = between(units[6], 0.25, 1.0)
         background = between(units[7], -0.5, 0.5)
         slope_x, slope_y = between(units[8], -0.02, 0.02), between(units[9], -0.02, 0.02)
-        noise = between(units[10], 0.1, 0.5)
+        noise = between(units[10], 0.1, 0.55)
         # Which place of the rendered character each pixel shows: the picture's changes backwards.
         x, y = self._x - shift_x, self._y - shift_y
         x, y = x * angle.cos() + y * angle.sin(), y * angle.cos() - x * angle.sin()
@@ -151,8 +151,7 @@ class Glyphs:
         middle = (self._BANK_SIDE - 1) / 2
         ratio = self._BANK_PER_PIXEL / scale
         ink = self._look_up((font * self.CLASSES + label), middle + x * ratio, middle + y * ratio)
-        dark_on_bright = 1.0 - 2.0 * draws.integers(2, 1)
-        image = background + slope_x * self._x + slope_y * self._y + dark_on_bright * contrast * (2 * ink - 1)
+        image = background + slope_x * self._x + slope_y * self._y + contrast * (2 * ink - 1)
         image = image + noise * draws.normals(SIDE * SIDE)
         return image.view(count, 1, SIDE, SIDE), label[:, 0]
 

@@ -32,14 +32,29 @@ def patches(images: Tensor) -> Tensor:
     return tiles.permute(0, 2, 4, 1, 3, 5).reshape(batch, PATCHES, channels * PATCH**2)
 
 
+class _Linear(nn.Linear):
+    """Without bias, and without the random numbers that nn.Linear would draw from the global generator."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """PictureModel draws all weights itself."""
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """PictureModel draws all weights itself."""
+
+
 class Attention(nn.Module):
     """Every place sees the places that `seen` allows, or all of them."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.heads, self.head_width = shape.heads, shape.head_width
-        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
-        self.out = nn.Linear(shape.width, shape.width, bias=False)
+        self.qkv = _Linear(shape.width, 3 * shape.width)
+        self.out = _Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
         batch, length, width = x.shape
@@ -58,8 +73,8 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
         self.attention = Attention(shape)
         self.mlp_norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
-        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
-        self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
+        self.up = _Linear(shape.width, 4 * shape.width)
+        self.down = _Linear(4 * shape.width, shape.width)
 
     def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), seen)
@@ -73,14 +88,14 @@ class PictureModel(nn.Module):
     def __init__(self, shape: GPTShape, channels: int, places: int) -> None:
         super().__init__()
         self.shape = shape
-        self.patch = nn.Linear(channels * PATCH**2, shape.width, bias=False)
-        self.position = nn.Embedding(places, shape.width)
+        self.patch = _Linear(channels * PATCH**2, shape.width)
+        self.position = _Embedding(places, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
 
     @torch.no_grad()
     def draw_weights(self, seed: int) -> None:
-        """From the seed alone, whatever torch's own generator drew when the layers were made."""
+        """From the seed alone; to be called when all layers are there."""
         generator = torch.Generator().manual_seed(seed)
         # What is added to the residual stream is drawn smaller, so that its size does not grow with the depth.
         added_std = _INIT_STD / math.sqrt(2 * self.shape.layers)
@@ -105,7 +120,7 @@ class ViT(PictureModel):
 
     def __init__(self, config: ModelConfig, classes: int, seed: int) -> None:
         super().__init__(shape_for(config, classes), channels=1, places=PATCHES)
-        self.head = nn.Linear(self.shape.width, classes, bias=False)
+        self.head = _Linear(self.shape.width, classes)
         self.draw_weights(seed)
 
     def losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +140,7 @@ class Captioner(PictureModel):
     def __init__(self, config: ModelConfig, seed: int) -> None:
         places = PATCHES + CAPTION_LENGTH
         super().__init__(shape_for(config, BYTES), channels=3, places=places)
-        self.embedding = nn.Embedding(BYTES, self.shape.width)
+        self.embedding = _Embedding(BYTES, self.shape.width)
         self.draw_weights(seed)
         seen = torch.ones(places, places, dtype=torch.bool).tril()
         seen[:PATCHES, :PATCHES] = True
