@@ -8,6 +8,7 @@ training and any number of islands see the same data.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ from skerry.train.validate import Validation, validate
 HELD_OUT_SEED = -1
 """Training has seeds from 0, so this one's samples are never trained on."""
 _VALIDATED_AT_ONCE = 256
+_BLOCK = 256
+"""Pictures drawn at once. Drawing takes hundreds of small operations, which would cost as much time as a training step."""
+_BLOCKS_KEPT = 16
+"""Islands are not all at the same place of the data."""
 
 Draw = Callable[[int, int], tuple[Tensor, Tensor]]
 """Samples start..start+count-1 as (x, y) on the device."""
@@ -98,7 +103,20 @@ class _PictureSubject:
     def samples(self, seed: int) -> Draw:
         if seed < 0:
             raise ConfigError(f"train.seed must be >= 0, got {seed}")
-        return lambda start, count: self._source.batch(seed, start, count)
+        source = self._source
+
+        @functools.lru_cache(maxsize=_BLOCKS_KEPT)
+        def block(number: int) -> tuple[Tensor, Tensor]:
+            return source.batch(seed, number * _BLOCK, _BLOCK)
+
+        def draw(start: int, count: int) -> tuple[Tensor, Tensor]:
+            number, first = divmod(start, _BLOCK)
+            if first + count > _BLOCK:
+                return source.batch(seed, start, count)
+            x, y = block(number)
+            return x[first : first + count], y[first : first + count]
+
+        return draw
 
     def validation(self, model: nn.Module, tokens: int) -> Validation:
         assert isinstance(model, PictureModel)

@@ -112,7 +112,8 @@ class PictureModel(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         losses, counted = self.losses(x, y)
-        return losses.sum() / counted.sum()
+        # The empty batch that a training step is captured with counts nothing, and must not make NaN.
+        return losses.sum() / counted.sum().clamp(min=1)
 
 
 class ViT(PictureModel):
