@@ -5,6 +5,9 @@
 A line that is there already is not run again, so an interrupted matrix goes on where it was. The file has a [base] table
 (settings as in a config file), then [[arm]] tables: `name`, dotted settings to change, optional `seeds`, `conditions` and
 `grid` (lists to combine). Every arm sees the same data in the same order and ends at the same number of tokens.
+
+What is trained is the `subject` (subjects.py; "text" unless the file or the arm says otherwise). With `curve` = N, of the file
+or of the arm, a line also has N points [tokens, loss] of the global model along the run, measured on eval.tokens.
 """
 
 from __future__ import annotations
@@ -18,22 +21,49 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from sequential import Conditions, DeviceWindows, SequentialRun, Stepper, measure, run_data_parallel
+from sequential import Conditions, SequentialRun, Stepper, run_data_parallel
+from subjects import Subject, build_subject, fitted, subject_key
 
 from skerry.config import Config, from_mapping, tomllib
-from skerry.data.corpus import load_corpus
-from skerry.data.windows import Windows
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def arms(matrix: dict[str, Any]) -> list[tuple[str, Config, Conditions]]:
+@dataclass(frozen=True)
+class Arm:
+    """One run of the matrix."""
+
+    name: str
+    subject: str
+    config: Config
+    conditions: Conditions
+    curve: int
+    """Points of its loss curve; 0 for none."""
+
+    @property
+    def parallel(self) -> bool:
+        return self.config.algorithm == "dp"
+
+    @property
+    def batch(self) -> int:
+        """Samples of one step on the device."""
+        return self.config.train.batch * (self.config.islands.count if self.parallel else 1)
+
+    @property
+    def shape(self) -> Any:
+        """Runs with the same shape can share one compiled training step."""
+        fixed = dataclasses.replace(self.config.train, seed=0, tokens=1, warmup=0.0, lr=1.0, batch=1)
+        return self.config.model, fixed, self.batch
+
+
+def arms(matrix: dict[str, Any]) -> list[Arm]:
     found = []
     for arm in matrix["arm"]:
         grid = arm.get("grid", {})
@@ -47,7 +77,10 @@ def arms(matrix: dict[str, Any]) -> list[tuple[str, Config, Conditions]]:
                 conditions = dict(arm.get("conditions", {}))
                 if "step_times" in conditions:
                     conditions["step_times"] = tuple(conditions["step_times"])
-                found.append((name, from_mapping(Config, settings), Conditions(**conditions)))
+                subject = arm.get("subject", matrix.get("subject", "text"))
+                config = fitted(subject, from_mapping(Config, settings))
+                curve = arm.get("curve", matrix.get("curve", 0))
+                found.append(Arm(name, subject, config, Conditions(**conditions), curve))
     return found
 
 
@@ -63,6 +96,67 @@ def as_recorded(config: Config, matrix: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     settings["data"]["path"] = matrix["corpus"]
     return settings
+
+
+class Curve:
+    """Losses of the global model at evenly spaced moments of a run. Only looks: no weight or state of the run changes."""
+
+    def __init__(self, points: int, config: Config, stepper: Stepper) -> None:
+        self._config, self._stepper = config, stepper
+        # The last one is measured when the run has ended, which is later than when its budget is spent.
+        self._to_come = [config.train.tokens * k // points for k in range(1, points)]
+        self.points: list[tuple[int, float]] = []
+
+    def due(self, tokens: int) -> bool:
+        return bool(self._to_come) and tokens >= self._to_come[0]
+
+    def measure(self, tokens: int) -> None:
+        """Of the model as it is in the stepper now."""
+        found = self._stepper.subject.validation(self._stepper.model, self._config.eval.tokens)
+        self.points.append((tokens, found.loss))
+        self._to_come = [moment for moment in self._to_come if moment > tokens]
+
+
+def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
+    """Do one run; what is known of it afterwards. The trained model is left in the stepper."""
+    config, samples = arm.config, stepper.subject.samples(arm.config.train.seed)
+    curve = Curve(arm.curve, config, stepper) if arm.curve else None
+    line: dict[str, Any] = {"name": arm.name, "subject": arm.subject}
+    line.update(algorithm=config.algorithm, islands=config.islands.count)
+
+    def look(tokens: int) -> None:
+        if curve is not None and curve.due(tokens):
+            curve.measure(tokens)
+
+    def look_at_global(run: SequentialRun) -> None:
+        if curve is not None and curve.due(run.core.tokens):
+            # Islands bring their own weights into the stepper before each of their steps.
+            run.load_global()
+            curve.measure(run.core.tokens)
+
+    if arm.parallel:
+        line["tokens"] = run_data_parallel(config, stepper, samples, look)
+    else:
+        run = SequentialRun(config, stepper, samples, arm.conditions)
+        run.run(look_at_global)
+        run.load_global()
+        line.update(
+            tokens=run.core.tokens,
+            merges=run.core.merges,
+            mean_members=sum(run.members) / max(len(run.members), 1),
+            sent_bytes_per_step=run.sent_bytes / max(run.core.step, 1) / config.islands.count,
+            lost_steps=run.lost_steps,
+        )
+    if curve is not None:
+        curve.measure(line["tokens"])
+        line["curve"] = curve.points
+    found = stepper.subject.validation(stepper.model, config.eval.final_tokens)
+    line.update(
+        loss=found.loss,
+        standard_error=found.standard_error,
+        parameters=sum(p.numel() for p in stepper.model.parameters()),
+    )
+    return line
 
 
 def share_out(workers: int) -> None:
@@ -107,62 +201,38 @@ def main() -> None:
     done = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
-    corpus_for: dict[Any, Any] = {}
+    held: tuple[Any, Subject] | None = None
     stepper_for: dict[Any, Stepper] = {}
     last_s = 0.0
-    for name, config, conditions in arms(matrix):
-        if name in done or not fnmatch.fnmatch(name, options.only):
+    for arm in arms(matrix):
+        if arm.name in done or not fnmatch.fnmatch(arm.name, options.only):
             continue
         if (time.monotonic() - started + last_s) / 60 > options.minutes:
             print("out of time; the rest waits for the next call", flush=True)
             break
-        if not claimed(options.claims, name):
+        if not claimed(options.claims, arm.name):
             continue
-        if config.data not in corpus_for:
-            corpus_for.clear()
-            corpus_for[config.data] = load_corpus(config.data, config.model.context)
-        corpus = corpus_for[config.data]
-        parallel = config.algorithm == "dp"
-        batch = config.train.batch * (config.islands.count if parallel else 1)
-        fixed = dataclasses.replace(config.train, seed=0, tokens=1, warmup=0.0, lr=1.0, batch=1)
-        shape = (config.model, fixed, batch)
-        if shape not in stepper_for:
+        key = subject_key(arm.subject, arm.config)
+        if held is None or held[0] != key:
+            # One subject at a time: its data may take much of the device's memory.
+            stepper_for.clear()
+            held = key, build_subject(arm.subject, arm.config, device)
+        if arm.shape not in stepper_for:
             if device.type == "cpu":
                 stepper_for.clear()
-            stepper_for[shape] = Stepper(config, corpus, device, batch)
-        stepper = stepper_for[shape]
-        windows = DeviceWindows(
-            Windows(corpus.train, config.model.context, config.train.seed), corpus, config.model.context, device
-        )
+            stepper_for[arm.shape] = Stepper(arm.config, held[1], device, arm.batch)
         began = time.monotonic()
-        line: dict[str, Any] = {"name": name, "algorithm": config.algorithm, "islands": config.islands.count}
-        if parallel:
-            line["tokens"] = run_data_parallel(config, stepper, windows)
-        else:
-            run = SequentialRun(config, stepper, windows, conditions)
-            run.run()
-            run.load_global()
-            line.update(
-                tokens=run.core.tokens,
-                merges=run.core.merges,
-                mean_members=sum(run.members) / max(len(run.members), 1),
-                sent_bytes_per_step=run.sent_bytes / max(run.core.step, 1) / config.islands.count,
-                lost_steps=run.lost_steps,
-            )
-        found = measure(config, stepper, corpus)
+        line = train(arm, stepper_for[arm.shape])
         line.update(
-            loss=found.loss,
-            standard_error=found.standard_error,
-            parameters=sum(p.numel() for p in stepper.model.parameters()),
             seconds=time.monotonic() - began,
             device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            config=as_recorded(config, matrix),
-            conditions=dataclasses.asdict(conditions),
+            config=as_recorded(arm.config, matrix),
+            conditions=dataclasses.asdict(arm.conditions),
         )
         last_s = line["seconds"]
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        print(f"{name:60s} loss {found.loss:.4f} ±{found.standard_error:.4f}  {line['seconds']:.1f} s", flush=True)
+        print(f"{arm.name:60s} loss {line['loss']:.4f} ±{line['standard_error']:.4f}  {line['seconds']:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

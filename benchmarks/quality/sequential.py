@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
+from subjects import Draw, Subject
 from torch import Tensor, nn
 
 from skerry.config import Config
@@ -29,11 +29,7 @@ from skerry.core.fragment_codec import fragment_codec
 from skerry.core.merge import FragmentState, merge, publish
 from skerry.core.syncer import SyncerCore
 from skerry.core.tensors import model_tensors
-from skerry.data.corpus import Corpus
-from skerry.data.windows import Windows
-from skerry.models.gpt import build_gpt
 from skerry.train.job import build_optimizers, lr_factor
-from skerry.train.validate import Validation, validate
 
 
 @dataclass(frozen=True)
@@ -51,34 +47,19 @@ class Conditions:
     """Optimizer state of a learner that comes back: own, zero."""
 
 
-class DeviceWindows:
-    """The same samples as skerry.data.windows, gathered on the device that trains on them."""
-
-    def __init__(self, windows: Windows, corpus: Corpus, context: int, device: torch.device) -> None:
-        self._windows, self._device = windows, device
-        self._tokens = torch.from_numpy(np.asarray(corpus.train[0 : len(corpus.train)]).astype(np.int32)).to(device)
-        self._context = context
-        self._offsets = torch.arange(context + 1, device=device)
-
-    def batch(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        windows = torch.tensor(self._windows.indices(start, count), device=self._device)
-        both = self._tokens[windows[:, None] * self._context + self._offsets].long()
-        return both[:, :-1], both[:, 1:]
-
-
 class Stepper:
     """The device's training step: parameters and optimizer state that learners are swapped through."""
 
-    def __init__(self, config: Config, corpus: Corpus, device: torch.device, batch: int) -> None:
-        self.config, self.device, self.batch = config, device, batch
-        self.model = build_gpt(config.model, corpus.vocab, config.train.seed).to(device)
+    def __init__(self, config: Config, subject: Subject, device: torch.device, batch: int) -> None:
+        self.config, self.subject, self.device = config, subject, device
+        self.model = subject.build(config, config.train.seed).to(device)
         self.tensors = [tensor.detach() for _, tensor in model_tensors(self.model)]
         self.optimizers = build_optimizers(self.model, config.train)
         self._graph: Any = None
         self._forward: Any = torch.compile(self.model, dynamic=False) if config.train.compile else self.model
-        shape = (batch, config.model.context)
-        self._x = torch.zeros(shape, dtype=torch.long, device=device)
-        self._y = torch.zeros(shape, dtype=torch.long, device=device)
+        sample = subject.sample
+        self._x = torch.zeros((batch, *sample.x_shape), dtype=sample.x_dtype, device=device)
+        self._y = torch.zeros((batch, *sample.y_shape), dtype=sample.y_dtype, device=device)
         self._loss = torch.zeros((), device=device)
         self._initial = [tensor.clone() for tensor in self.tensors]
         if device.type == "cuda":
@@ -136,7 +117,7 @@ class Stepper:
 
     def reset(self, config: Config) -> None:
         """Initial weights of this seed, for another run of the same shape."""
-        fresh = build_gpt(config.model, self.model.shape.vocab, config.train.seed)
+        fresh = self.subject.build(config, config.train.seed)
         self._initial = [tensor.detach().to(self.device) for _, tensor in model_tensors(fresh)]
         torch._foreach_copy_(self.tensors, self._initial)
         torch._foreach_zero_(self.state_tensors)
@@ -174,16 +155,20 @@ class SequentialLearner:
     base: list[Tensor]
     alive: bool = True
     life: int = 0
+    waits: bool = False
+    """In lock-step: for a merge without which it may not go on."""
+    staged: dict[int, Tensor] = field(default_factory=dict)
+    """In lock-step: fragments as they were when they were due."""
     ready: dict[int, Tensor] = field(default_factory=dict)
     snapshots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     feedback: dict[int, Feedback | None] = field(default_factory=dict)
 
 
 class SequentialRun:
-    def __init__(self, config: Config, stepper: Stepper, windows: DeviceWindows, conditions: Conditions) -> None:
+    def __init__(self, config: Config, stepper: Stepper, samples: Draw, conditions: Conditions) -> None:
         self.config = config.resolved()
         self.sync = self.config.sync
-        self.stepper, self.windows, self.conditions = stepper, windows, conditions
+        self.stepper, self.samples, self.conditions = stepper, samples, conditions
         self.layout: Layout = split([spec for spec, _ in model_tensors(stepper.model)], self.sync.fragments)
         self.core = SyncerCore(self.sync, len(self.layout.fragments))
         stepper.reset(self.config)
@@ -243,6 +228,9 @@ class SequentialRun:
         heapq.heappush(self._events, (when, next(self._order), act))
 
     def _dispatch(self, event: m.Event) -> None:
+        for learner in self.learners:
+            if learner.waits:
+                self.core.bytes_moved(learner.name, self.now)  # it takes no steps, but it is not silent
         for action in self.core.handle(event, self.now):
             if isinstance(action, m.Begin):
                 learner = self._by_name[action.name]
@@ -285,15 +273,22 @@ class SequentialRun:
         torch._foreach_copy_(stepper.tensors, learner.weights)
         torch._foreach_copy_(stepper.state_tensors, learner.optimizer_state)
         count = max(self.config.islands.count, learner.slot + 1)
-        x, y = self.windows.batch((exchange.step * count + learner.slot) * train.batch, train.batch)
+        x, y = self.samples((exchange.step * count + learner.slot) * train.batch, train.batch)
         stepper.step(x, y)
         torch._foreach_copy_(learner.weights, stepper.tensors)
         torch._foreach_copy_(learner.optimizer_state, stepper.state_tensors)
-        exchange.stepped(train.batch * self.config.model.context)
+        for fragment in exchange.stepped(train.batch * stepper.subject.sample.tokens):
+            learner.staged[fragment] = self._read(learner.weights, fragment)
         self._settle(learner)
         self._dispatch(m.Reported(learner.name, exchange.step, exchange.totals.tokens, learner.step_time))
         self._fail_perhaps(learner)
         if learner.alive:
+            self._go_on(learner)
+
+    def _go_on(self, learner: SequentialLearner) -> None:
+        """Start the next step; in lock-step not before every merge that is overdue has come."""
+        learner.waits = learner.exchange.must_wait()
+        if not learner.waits:
             self._at(self.now + learner.step_time, self._stepper_of(learner))
 
     def _settle(self, learner: SequentialLearner) -> None:
@@ -320,7 +315,7 @@ class SequentialRun:
                 nothing = m.NothingToGive(learner.name, question.fragment, question.step)
                 self._at(self.now, lambda nothing=nothing: self._dispatch(nothing))
                 continue
-            values = self._read(learner.weights, question.fragment)
+            values = learner.staged[question.fragment] if answer.staged else self._read(learner.weights, question.fragment)
             if self.sync.adopt == "carry":
                 learner.snapshots.setdefault(question.fragment, {})[answer.at.steps] = values
             learner.exchange.given(answer)
@@ -378,8 +373,10 @@ class SequentialRun:
             for wanted in learner.exchange.to_fetch():
                 if wanted == version and learner.exchange.fetched(version):
                     learner.ready[version.fragment] = values
-            if learner.exchange.phase == "stopped":
+            if learner.waits or learner.exchange.phase == "stopped":
                 self._settle(learner)
+            if learner.waits:
+                self._go_on(learner)
 
         self._at(self.now + self._delay, arrive)
 
@@ -439,8 +436,8 @@ class SequentialRun:
             self.sync = adopt
 
 
-def run_data_parallel(config: Config, stepper: Stepper, windows: DeviceWindows) -> int:
-    """The baseline: one learner with the global batch. Returns its tokens."""
+def run_data_parallel(config: Config, stepper: Stepper, samples: Draw, on_progress: Callable[[int], None] | None = None) -> int:
+    """The baseline: one learner with the global batch. Returns its tokens, which `on_progress` is told after every step."""
     stepper.reset(config)
     train = config.train
     batch = train.batch * config.islands.count
@@ -448,14 +445,12 @@ def run_data_parallel(config: Config, stepper: Stepper, windows: DeviceWindows) 
     step = 0
     while tokens < train.tokens:
         stepper.set_lr(train.lr * lr_factor(tokens / train.tokens, train))
-        stepper.step(*windows.batch(step * batch, batch))
+        stepper.step(*samples(step * batch, batch))
         step += 1
-        tokens += batch * config.model.context
+        tokens += batch * stepper.subject.sample.tokens
+        if on_progress is not None:
+            on_progress(tokens)
     return tokens
-
-
-def measure(config: Config, stepper: Stepper, corpus: Corpus) -> Validation:
-    return validate(stepper.model, corpus, config.model.context, config.eval.final_tokens, stepper.device)
 
 
 def timed(act: Callable[[], Any]) -> tuple[Any, float]:

@@ -1,0 +1,248 @@
+"""The harness of the quality benchmarks: its samples, its models, its loss curves and its lock-step runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+QUALITY = Path(__file__).resolve().parent.parent / "benchmarks" / "quality"
+sys.path.insert(0, str(QUALITY))
+import run as quality  # noqa: E402
+from pictures import END, PAD, SIDE, Scenes  # noqa: E402
+from sequential import Conditions, SequentialRun, Stepper  # noqa: E402
+from subjects import HELD_OUT_SEED, build_subject, summary  # noqa: E402
+
+from skerry.config import Config, from_mapping, tomllib  # noqa: E402
+from skerry.core.merge import FragmentState, nesterov  # noqa: E402
+from skerry.errors import ConfigError  # noqa: E402
+from skerry.train.job import build_optimizers  # noqa: E402
+
+CPU = torch.device("cpu")
+PICTURES = ["glyphs", "captions"]
+
+
+def arm(
+    subject: str, steps: int = 12, conditions: dict[str, Any] | None = None, curve: int = 0, **settings: Any
+) -> quality.Arm:
+    """A tiny run of two islands; further settings as dotted names with __ for the dots."""
+    matrix: dict[str, Any] = {
+        "subject": subject,
+        "curve": curve,
+        "base": {
+            "model": {"layers": 1, "width": 32, "heads": 2},
+            "train": {"batch": 4, "lr": 3e-3, "warmup": 0.0},
+            "sync": {"fragments": 3, "every": 3, "overlap": 1},
+            "islands": {"count": 2},
+        },
+        "arm": [{"name": "it", "conditions": conditions or {}, "set": {k.replace("__", "."): v for k, v in settings.items()}}],
+    }
+    (found,) = quality.arms(matrix)
+    sample = found.config.model.context
+    tokens = dataclasses.replace(found.config.train, tokens=steps * 8 * sample)
+    evaluated = dataclasses.replace(found.config.eval, tokens=64 * sample, final_tokens=64 * sample)
+    return dataclasses.replace(found, config=dataclasses.replace(found.config, train=tokens, eval=evaluated))
+
+
+def stepper_for(arm: quality.Arm) -> Stepper:
+    return Stepper(arm.config, build_subject(arm.subject, arm.config, CPU), CPU, arm.batch)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_sample_is_the_same_in_whatever_batch_it_is_read(name: str) -> None:
+    draw = build_subject(name, arm(name).config, CPU).samples(3)
+    whole = draw(1000, 37)
+    parts = [draw(1000, 5), draw(1005, 1), draw(1006, 31)]
+    for index in (0, 1):
+        assert torch.equal(whole[index], torch.cat([part[index] for part in parts]))
+
+
+def test_text_samples_are_those_that_a_run_trains_on(tmp_path: Path) -> None:
+    from skerry.data.corpus import load_corpus
+    from skerry.data.windows import Windows
+
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"file {number} of a small corpus\n" * 20)
+    data = {"corpus": "folder", "path": str(tmp_path)}
+    config: Config = from_mapping(Config, {"data": data, "model": {"context": 16}})
+    ours = build_subject("text", config, CPU).samples(5)(7, 9)
+    theirs = Windows(load_corpus(config.data, 16).train, 16, 5).batch(7, 9)
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_held_out_samples_and_those_of_other_seeds_are_different_ones(name: str) -> None:
+    subject = build_subject(name, arm(name).config, CPU)
+    held_out, _ = subject._source.batch(HELD_OUT_SEED, 0, 64)
+    for seed in (0, 1, 2):
+        images, _ = subject.samples(seed)(0, 64)
+        distances = torch.cdist(images.flatten(1), held_out.flatten(1))
+        assert distances.min() > 1.0, f"seed {seed}"
+    with pytest.raises(ConfigError, match="train.seed must be >= 0, got -1"):
+        subject.samples(HELD_OUT_SEED)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_samples_have_the_shapes_that_are_promised(name: str) -> None:
+    subject = build_subject(name, arm(name).config, CPU)
+    x, y = subject.samples(0)(0, 6)
+    assert (x.shape, x.dtype) == ((6, *subject.sample.x_shape), subject.sample.x_dtype)
+    assert (y.shape, y.dtype) == ((6, *subject.sample.y_shape), subject.sample.y_dtype)
+
+
+def test_a_caption_names_the_colour_that_is_in_the_picture() -> None:
+    images, captions = Scenes(CPU).batch(0, 0, 400)
+    colours = torch.tensor(list(Scenes._COLOURS.values())) * 2 - 1
+    middle = images[:, :, SIDE // 2 - 1 : SIDE // 2 + 1, SIDE // 2 - 1 : SIDE // 2 + 1].mean((2, 3))
+    seen = torch.cdist(middle, colours).argmin(1)
+    right = []
+    for row, nearest in zip(captions, seen, strict=True):
+        text, _, padding = bytes(row.tolist()).partition(bytes([END]))
+        assert set(padding) <= {PAD} and PAD not in text
+        assert 3 <= len(re.split(", | and ", text.decode())) <= 4
+        named = re.search(r"(\w+) (?:circle|disc|square|box) (?:middle|centre)", text.decode())
+        if named:
+            right.append(named[1] == list(Scenes._COLOURS)[nearest])
+    assert len(right) > 15 and sum(right) >= 0.9 * len(right)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_every_parameter_of_a_full_size_model_is_optimized(name: str) -> None:
+    config = arm(name, model__size="11m", model__layers=0, model__width=0, model__heads=0).config
+    model = build_subject(name, config, CPU).build(config, seed=0)
+    groups = [group for optimizer in build_optimizers(model, config.train) for group in optimizer.param_groups]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(parameter.numel() for group in groups for parameter in group["params"]) == count
+    assert 10e6 < count < 12e6
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_what_is_to_come_of_a_caption_and_other_samples_do_not_change_a_loss(name: str) -> None:
+    config = arm(name).config
+    subject = build_subject(name, config, CPU)
+    model = subject.build(config, seed=0)
+    x, y = subject.samples(0)(0, 4)
+    losses, counted = model.losses(x, y)
+    alone, _ = model.losses(x[:1], y[:1])
+    assert torch.allclose(alone, losses[:1], atol=1e-5)
+    assert torch.allclose(model(x, y), losses.sum() / counted.sum())
+    if name == "captions":
+        other = y.clone()
+        other[:, 20:] = ord("z")
+        changed, _ = model.losses(x, other)
+        assert torch.allclose(changed[:, :20], losses[:, :20], atol=1e-5)
+        assert torch.equal(counted, (y != PAD).float())
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_few_steps_on_the_same_samples_lower_their_loss(name: str) -> None:
+    it = arm(name, algorithm="dp")
+    stepper = stepper_for(it)
+    samples = stepper.subject.samples(0)(0, it.batch)
+    stepper.set_lr(1e-2)
+    stepper.step(*samples)
+    before = stepper.loss
+    for _ in range(40):
+        stepper.step(*samples)
+    assert stepper.loss < before / 2
+
+
+@pytest.mark.parametrize("algorithm", ["dp", "decoupled", "streaming"])
+def test_a_curve_ends_at_the_final_loss_and_does_not_change_it(algorithm: str) -> None:
+    plain, watched = arm("glyphs", algorithm=algorithm), arm("glyphs", algorithm=algorithm, curve=4)
+    stepper = stepper_for(plain)
+    line, line_with_curve = quality.train(plain, stepper), quality.train(watched, stepper)
+    assert line_with_curve["loss"] == line["loss"]
+    points = line_with_curve["curve"]
+    assert points[-1] == (line["tokens"], line["loss"])
+    budget = plain.config.train.tokens
+    assert [tokens * 4 // budget for tokens, _ in points] == [1, 2, 3, 4]
+    assert len({loss for _, loss in points}) == 4
+
+
+def test_diloco_equals_a_plain_loop() -> None:
+    """Two islands that take 3 steps each, then one outer Nesterov step with the mean of their progress, four times."""
+    it = arm(
+        "glyphs",
+        algorithm="diloco",
+        train__final_lr=1.0,
+        sync__merge="mean",
+        sync__send="fp32",
+        sync__outer_lr=0.7,
+        sync__outer_momentum=0.6,
+    )
+    stepper = stepper_for(it)
+    run = SequentialRun(it.config, stepper, stepper.subject.samples(0), Conditions())
+    run.run()
+    run.load_global()
+    found = torch.cat([tensor.flatten() for tensor in stepper.tensors])
+
+    stepper.reset(it.config)
+    stepper.set_lr(it.config.train.lr)
+    draw = stepper.subject.samples(0)
+    outer = FragmentState.fresh(torch.cat([tensor.flatten() for tensor in stepper.tensors]))
+    inner = [[tensor.clone() for tensor in stepper.state_tensors] for _ in range(2)]
+    sizes = [tensor.numel() for tensor in stepper.tensors]
+    for turn in range(4):
+        progress = torch.zeros_like(outer.values)
+        for island in range(2):
+            for tensor, part in zip(stepper.tensors, outer.values.split(sizes), strict=True):
+                tensor.copy_(part.view_as(tensor))
+            torch._foreach_copy_(stepper.state_tensors, inner[island])
+            for step in range(3 * turn, 3 * turn + 3):
+                stepper.step(*draw((step * 2 + island) * 4, 4))
+            torch._foreach_copy_(inner[island], stepper.state_tensors)
+            progress += (outer.values - torch.cat([tensor.flatten() for tensor in stepper.tensors])) / 2
+        outer = nesterov(outer, progress, 0.7, 0.6)
+    assert torch.allclose(found, outer.values, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "streaming"])
+def test_in_lock_step_nobody_goes_on_without_the_slow_one(algorithm: str) -> None:
+    it = arm("glyphs", steps=24, algorithm=algorithm)
+    stepper = stepper_for(it)
+    run = SequentialRun(it.config, stepper, stepper.subject.samples(0), Conditions(step_times=(1.0, 3.5)))
+    apart = []
+    run.run(lambda run: apart.append(abs(run.learners[0].exchange.step - run.learners[1].exchange.step)))
+    # With three fragments one is due at every step, and it may be one step late; diloco has one, due at every third.
+    assert max(apart) == (3 if algorithm == "diloco" else 2)
+    assert run.now >= 24 * 3.5 - 3.5
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "streaming", "decoupled"])
+@pytest.mark.parametrize("outage_steps", [4.0, 25.0])
+def test_runs_end_although_islands_are_lost(algorithm: str, outage_steps: float) -> None:
+    """In lock-step an island that is away for a moment is waited for, and one that is away for long is not."""
+    it = arm("glyphs", steps=24, algorithm=algorithm, conditions={"lost_share": 0.5, "outage_steps": outage_steps})
+    line = quality.train(it, stepper_for(it))
+    assert line["lost_steps"] > 0
+    assert line["tokens"] >= it.config.train.tokens
+
+
+def test_the_standard_error_is_that_of_a_mean_when_all_samples_count_the_same() -> None:
+    losses = torch.tensor([3.0, 4.0, 8.0, 5.0])
+    found = summary((2 * losses).tolist(), [2.0] * 4, 8)
+    assert found.loss == pytest.approx(losses.mean().item())
+    assert found.standard_error == pytest.approx((losses.std() / 2).item())
+
+
+@pytest.mark.parametrize("path", sorted(QUALITY.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_matrix_is_valid(path: Path) -> None:
+    matrix = tomllib.loads(path.read_text())
+    found = quality.arms(matrix)
+    assert len({arm.name for arm in found}) == len(found) > 0
+
+
+def test_an_unknown_subject_is_named() -> None:
+    with pytest.raises(ConfigError, match="subject must be one of text, glyphs, captions, got 'sounds'"):
+        arm("sounds")
