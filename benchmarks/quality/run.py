@@ -145,6 +145,7 @@ def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
             merges=run.core.merges,
             mean_members=sum(run.members) / max(len(run.members), 1),
             sent_bytes_per_step=run.sent_bytes / max(run.core.step, 1) / config.islands.count,
+            peak_bytes_per_step=run.peak_bytes_per_step,
             lost_steps=run.lost_steps,
         )
     if curve is not None:

@@ -11,7 +11,7 @@ import dataclasses
 import heapq
 import itertools
 import random
-import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,6 +182,8 @@ class SequentialRun:
         self._delay = delay / 2
         self._random = random.Random(self.config.train.seed)
         self.sent_bytes = 0
+        self._sent_in: Counter[int] = Counter()
+        """Bytes by stretch of H steps."""
         self.published_bytes = 0
         fragments = self.layout.fragments
         self._send = [fragment_codec(self.sync.send, self.layout, fragment) for fragment in fragments]
@@ -204,6 +206,11 @@ class SequentialRun:
             for i in range(self.config.islands.count)
         ]
         self._by_name = {learner.name: learner for learner in self.learners}
+
+    @property
+    def peak_bytes_per_step(self) -> float:
+        """What one island sends in a step, over the H steps in which they send most."""
+        return max(self._sent_in.values(), default=0) / self.sync.every / len(self.learners)
 
     # ------------------------------------------------------------ tensors
 
@@ -332,6 +339,7 @@ class SequentialRun:
         missing = feedback.missing if feedback is not None else None
         data = codec.encode(progress if missing is None else progress + missing)
         self.sent_bytes += data.numel()
+        self._sent_in[int(self.now // self.sync.every)] += data.numel()
         sent = codec.decode(data, values.numel())
         if feedback is not None:
             feedback.sent(at_step, progress, sent)
@@ -451,8 +459,3 @@ def run_data_parallel(config: Config, stepper: Stepper, samples: Draw, on_progre
         if on_progress is not None:
             on_progress(tokens)
     return tokens
-
-
-def timed(act: Callable[[], Any]) -> tuple[Any, float]:
-    started = time.perf_counter()
-    return act(), time.perf_counter() - started
