@@ -16,7 +16,7 @@ training that goes on with the workers that are left. What makes the comparison 
   dead one is back, from a checkpoint of weights, optimizer and step. Checkpoints are written in a thread, at the interval of
   Young and Daly for what one costs here and the failures of the whole job, but no more often than once a second. An elastic
   job restarts at once with those that are left, on the same global batch, and once more when a worker is back, after a
-  checkpoint in good order.
+  checkpoint in good order; both cost a start-up.
 - Start-up is what it is: every restarted process of any arm imports, builds its job and connects before it trains. Only the
   first start is in no time; the table shows it.
 - A core for each worker: pinned there, with one thread, so that a death makes no other worker faster. The syncer and the
@@ -79,7 +79,7 @@ def failures(options: argparse.Namespace) -> RandomFaults:
     chance = load_plan(options.plan).random
     if chance is None or chance.kinds != ("kill",):
         raise SystemExit(f'{options.plan} must have a [random] table with kinds = ["kill"] alone')
-    changes = {"mtbf_s": options.mtbf, "return_s": options.away, "seed": options.trace}
+    changes = {"mtbf_s": options.mtbf, "return_s": options.away, "seed": options.trace, "until_s": options.limit}
     return dataclasses.replace(chance, **{name: value for name, value in changes.items() if value is not None})
 
 
@@ -104,9 +104,10 @@ def run_arm(key: str, options: argparse.Namespace, chance: RandomFaults, folder:
 def print_table(arms: dict[str, Arm], loss: float) -> None:
     print(f"\n{'':28s}{'deaths':>8s}{f's to {loss:.4f}':>14s}{'s in all':>10s}{'loss at the end':>17s}{'first start, s':>16s}")
     for arm in arms.values():
-        deaths = sum(at_s < arm.seconds for at_s, _, _ in arm.kills)
         reached = time_to(loss, arm.points)
-        print(f"{arm.name:28s}{deaths:8d}{reached or 0.0:14.1f}{arm.seconds:10.1f}{arm.final_loss:17.4f}{arm.start_up_s:16.1f}")
+        print(
+            f"{arm.name:28s}{len(arm.kills):8d}{reached or 0.0:14.1f}{arm.seconds:10.1f}{arm.final_loss:17.4f}{arm.start_up_s:16.1f}"
+        )
 
 
 def ratio(arms: dict[str, Arm], above: str, below: str, loss: float) -> float | None:
@@ -155,8 +156,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", type=int, help="seed of the failures (default: the plan's)")
     parser.add_argument("--mtbf", type=float, help="seconds between failures of a worker (default: the plan's)")
     parser.add_argument("--away", type=float, help="seconds for which it is away, on average (default: the plan's)")
-    parser.add_argument("--sample-every", type=float, default=8.0, help="seconds between copies (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which a data-parallel arm is given up")
+    parser.add_argument(
+        "--sample-every", type=float, default=8.0, help="seconds between copies of the weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=3600.0, help="seconds after which an arm is given up, and the trace ends"
+    )
     parser.add_argument(
         "--out", type=Path, help="for the curves (default: results/failures/time_to_loss.json; none if --quick)"
     )
@@ -164,7 +169,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--saved", type=Path, help="run nothing: table, bars and plot of the curves in this file")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.mtbf, options.away = options.mtbf or 25.0, options.away or 5.0
+        options.mtbf, options.away = options.mtbf or 15.0, options.away or 3.0
         options.sample_every = min(options.sample_every, 2.0)
     elif options.out is None:
         options.out = ROOT / "results" / "failures" / "time_to_loss.json"

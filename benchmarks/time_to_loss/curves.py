@@ -58,3 +58,8 @@ def young_daly_s(cost_s: float, mtbf_s: float, floor_s: float) -> float:
 def shares_of(rank: int, world: int, shares: int) -> list[int]:
     """Which parts of a global batch a rank computes, when there may be fewer ranks than parts."""
     return list(range(rank, shares, world))
+
+
+def weight_of(parts: int, world: int, shares: int) -> float:
+    """What a rank's mean loss over its parts counts, so that the mean over ranks, which DDP takes, is that of the batch."""
+    return parts * world / shares

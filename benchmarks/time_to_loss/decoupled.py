@@ -46,10 +46,10 @@ def run_decoupled(
     with Sampler(folder, sample_every_s) as sampler:
         supervisor.run()
     samples = sampler.finished()
-    began_at, _ = read_span(folder)
+    began_at, ended_at = read_span(folder)
     arm.start_up_s = began_at - launched_at
     for record in MetricsTail(folder / "metrics.jsonl").read():
-        if record.get("what") == "fault":
+        if record.get("what") == "fault" and record["at"] < ended_at:
             worker = int(record["island"].removeprefix("island-"))
             arm.kills.append((record["at"] - began_at, worker, parse_faults(record["words"])[0].for_s))
     return samples

@@ -29,7 +29,7 @@ from skerry.core.leases import Range
 from skerry.launch.processes import die_with_parent
 from skerry.metrics import MetricsWriter
 from skerry.train.job import Job, build_job, lr_factor
-from time_to_loss.curves import shares_of, young_daly_s
+from time_to_loss.curves import shares_of, weight_of, young_daly_s
 
 PROGRESS_EVERY_S = 1.0
 CHECKPOINT_FLOOR_S = 1.0
@@ -152,7 +152,7 @@ def run_rank(orders: Orders, rank: int) -> None:
     if orders.world > 1:
         job.forward = DistributedDataParallel(job.forward, gradient_as_bucket_view=True)
     mine = shares_of(rank, orders.world, shares)
-    weight = len(mine) * orders.world / shares  # DDP takes the mean over ranks, which may have parts of different size
+    weight = weight_of(len(mine), orders.world, shares)
     batch, global_tokens = config.train.batch, job.step_tokens * shares
     steps = -(-config.train.tokens // global_tokens)
     keeper = Keeper(folder, job, orders) if rank == 0 else None
