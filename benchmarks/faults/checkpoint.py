@@ -41,3 +41,10 @@ def restore(path: Path, job: Job) -> int:
                 if kind == "optimizer" and int(where[0]) == place:
                     optimizer.state[parameters[int(where[1])]][where[2]] = saved.get_tensor(key)
         return int(saved.metadata()["step"])
+
+
+def weights_in(path: Path) -> tuple[dict[str, Tensor], int]:
+    """The weights of a checkpoint by name, and its step."""
+    with safe_open(path, framework="pt") as saved:
+        names = [key for key in saved.keys() if key.startswith("model.")]  # noqa: SIM118 (not a dict)
+        return {name.removeprefix("model."): saved.get_tensor(name) for name in names}, int(saved.metadata()["step"])

@@ -45,11 +45,6 @@ def time_to(loss: float, points: Sequence[Point]) -> float | None:
     return None
 
 
-def common_loss(arms: Sequence[Arm]) -> float:
-    """The lowest loss that all of them come to: what the worst has at its end."""
-    return max(arm.final_loss for arm in arms)
-
-
 def young_daly_s(cost_s: float, mtbf_s: float, floor_s: float) -> float:
     """The interval between checkpoints at which saving and work done again cost least together (Young 1974, Daly 2006)."""
     return max(floor_s, math.sqrt(2 * cost_s * mtbf_s))

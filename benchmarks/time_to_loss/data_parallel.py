@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from faults.checkpoint import save, weights_in
+
 from skerry.chaos.plan import Fault
 from skerry.config import Config, to_json
 from skerry.launch.processes import Child, free_port
@@ -46,7 +48,7 @@ class Launcher:
         self._back_at = [0.0] * self._count
         self._members: dict[int, Child] = {}
         """Processes of the job as it runs now, by worker; the first is rank 0. Empty while the job is stopped."""
-        self._killed_since_start = False
+        self._killed_since_start = self._trains = False
         self._began_at: float | None = None
         self._ended = False
         self._said_at = 0.0
@@ -91,12 +93,13 @@ class Launcher:
                 logs = "\n".join(child.last_lines() for child in self._members.values())
                 raise SystemExit(f"{self._arm.name}: a worker ended by itself:\n{logs}")
             self._stop()
-        elif self._elastic and self._members and len(self._up()) > len(self._members) and self._began_at is not None:
-            self._say("a worker is back: checkpoint and restart with all that are up")
-            first = next(iter(self._members.values()))
-            first.signal(signal.SIGUSR1)
-            first.wait(STOP_S)
-            self._read_diary()
+        elif self._elastic and self._members and len(self._up()) > len(self._members):
+            self._say("a worker is back: restart with all that are up")
+            if self._trains:  # else there is nothing to save, and waiting for its start would cost time
+                first = next(iter(self._members.values()))
+                first.signal(signal.SIGUSR1)
+                first.wait(STOP_S)
+                self._read_diary()
             self._stop()
 
     def _up(self) -> list[int]:
@@ -130,14 +133,28 @@ class Launcher:
                     os.killpg(child.pid, signal.SIGKILL)  # each is the leader of its own group
         for child in self._members.values():
             child.wait(STOP_S)
-        self._members = {}
+        if self._trains and not self._ended:
+            self._copy_checkpoint()
+        self._members, self._trains = {}, False
+
+    def _copy_checkpoint(self) -> None:
+        """What a restart goes on from is a copy too: without it the curve would fall on a straight line while the job is down,
+        and a loss that was reached just before would seem to be reached long after."""
+        checkpoint = self._folder / "checkpoint.safetensors"
+        if checkpoint.exists():
+            at = checkpoint.stat().st_mtime
+            weights, step = weights_in(checkpoint)
+            path = self._folder / "samples" / f"checkpoint-{at:.3f}.safetensors"
+            save(path, weights, step)
+            train = self._config.train
+            self._samples.append(Sample(at, path, step * train.batch * self._config.model.context * self._count))
 
     # ------------------------------------------------------------ what it says of itself
 
     def _read_diary(self) -> None:
         for record in self._diary.read():
             if record["kind"] == "started":
-                self._began_at = self._began_at or record["at"]
+                self._began_at, self._trains = self._began_at or record["at"], True
                 self._say(f"{record['world']} workers go on from step {record['step']}")
             elif record["kind"] == "sample":
                 self._samples.append(Sample(record["at"], self._folder / "samples" / record["file"], record["tokens"]))

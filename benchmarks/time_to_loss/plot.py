@@ -39,7 +39,7 @@ def draw(arms: Sequence[Arm], loss: float, path: Path) -> None:
     axes.axhline(loss, color="#666666", linewidth=0.8, linestyle=":")
     lowest = min(value for arm in arms for _, value in arm.points)
     axes.set(xlabel="seconds since training began", ylabel="validation loss", xlim=(0, longest * 1.02))
-    axes.set_ylim(lowest - 0.05, lowest + 0.75 * (min(arm.points[0][1] for arm in arms) - lowest))
+    axes.set_ylim(lowest - 0.05, lowest + 0.4 * (min(arm.points[0][1] for arm in arms) - lowest))
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right", fontsize=8)
     figure.tight_layout()
