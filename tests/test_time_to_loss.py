@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from time_to_loss.curves import shares_of, time_to, weight_of, young_daly_s
+from time_to_loss.curves import shares_of, time_to, time_to_keep, weight_of, young_daly_s
 
 CURVE = [(0.0, 5.0), (10.0, 3.0), (20.0, 3.5), (30.0, 1.0)]
 
@@ -18,6 +18,11 @@ CURVE = [(0.0, 5.0), (10.0, 3.0), (20.0, 3.5), (30.0, 1.0)]
 @pytest.mark.parametrize("loss, seconds", [(6.0, 0.0), (5.0, 0.0), (4.0, 5.0), (3.0, 10.0), (2.0, 26.0), (1.0, 30.0)])
 def test_a_loss_is_reached_where_the_curve_first_crosses_it(loss: float, seconds: float) -> None:
     assert time_to(loss, CURVE) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("loss, seconds", [(6.0, 0.0), (4.0, 5.0), (3.25, 21.0), (3.0, 22.0), (1.0, 30.0), (0.9, None)])
+def test_a_loss_is_kept_from_where_the_curve_last_crosses_it(loss: float, seconds: float | None) -> None:
+    assert time_to_keep(loss, CURVE) == (None if seconds is None else pytest.approx(seconds))
 
 
 def test_a_loss_below_the_curve_is_never_reached() -> None:

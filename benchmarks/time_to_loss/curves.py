@@ -45,6 +45,12 @@ def time_to(loss: float, points: Sequence[Point]) -> float | None:
     return None
 
 
+def time_to_keep(loss: float, points: Sequence[Point]) -> float | None:
+    """When a curve comes down to a loss and stays there; None if it ends above. A lucky copy does not count."""
+    above = [place for place, (_, value) in enumerate(points) if value > loss]
+    return time_to(loss, points[above[-1] :] if above else points)
+
+
 def young_daly_s(cost_s: float, mtbf_s: float, floor_s: float) -> float:
     """The interval between checkpoints at which saving and work done again cost least together (Young 1974, Daly 2006)."""
     return max(floor_s, math.sqrt(2 * cost_s * mtbf_s))
