@@ -1,0 +1,237 @@
+"""Time to a fixed validation loss under failures: decoupled training beside data-parallel training that restarts on failure.
+
+    python benchmarks/time_to_loss.py [--quick] [--elastic] [--plan PLAN.toml] [--out FILE.json] [--plot [FILE.svg]]
+
+Real processes on this machine, killed with SIGKILL as configs/chaos/failures.toml says: each worker about every two minutes,
+away for 42 s on average. Arms: both ways of training without failures, both with them, and with --elastic also data-parallel
+training that goes on with the workers that are left. What makes the comparison fair:
+
+- One trace, drawn once: workers are killed at the same seconds since training began and stay away for the same times in all
+  arms. A worker that is killed while its job waits for another one is away all the same.
+- The same model, data, tokens a worker's step, budget, schedule of the learning rate (over the budget) and validation windows.
+- Each way of training has a learning rate that suits it. The islands' is the configuration's. That of data-parallel training
+  is lower: its best was 1.5e-3 to 2e-3 for global batches of 32 sequences and 1e-3 to 1.5e-3 for 16 (results/LOG.md); here a
+  global batch has 8. `--arms dp-calm --dp-lr 7e-4` tries another.
+- Data-parallel training restarts as well as it can: a death is seen at once, all workers start again together as soon as the
+  dead one is back, from a checkpoint of weights, optimizer and step. Checkpoints are written in a thread, at the interval of
+  Young and Daly for what one costs here and the failures of the whole job, but no more often than once a second. An elastic
+  job restarts at once with those that are left, on the same global batch, and once more when a worker is back, after a
+  checkpoint in good order; both cost a start-up.
+- Start-up is what it is: every restarted process of any arm imports, builds its job and connects before it trains. Only the
+  first start is in no time; the table shows it.
+- A core for each worker: pinned there, with one thread, so that a death makes no other worker faster. The syncer and the
+  launchers have no core of their own and take their time from the workers, or use the core of one that is dead.
+- Validation takes no time from training: weights are copied every few seconds and validated when the arm is over. A copy of
+  data-parallel training counts even if a restart then throws its steps away, and so does the checkpoint it restarts from.
+- The loss is the one that the worst arm under failures ends with; times are first arrivals, on straight lines between copies.
+  A noisy curve may arrive early by luck: times of staying there ("for good") are given as well, and ratios for higher losses.
+
+One trace is one draw: the few deaths of a run of minutes scatter the ratio widely, so do not pick one; --trace draws others.
+More workers favour decoupled training, as a job that needs all of them is stopped more often: with two it has least to win.
+
+Two workers on two quiet cores take about 25 minutes, and 33 with --elastic. Do nothing else on the machine meanwhile. --quick
+(about two minutes) shows that everything works; its numbers mean nothing, as most of its time is start-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from time_to_loss.curves import Arm, time_to, time_to_keep
+from time_to_loss.data_parallel import Launcher
+from time_to_loss.decoupled import run_decoupled
+from time_to_loss.plot import draw
+from time_to_loss.samples import measure
+
+from skerry.chaos.plan import Fault, Plan, RandomFaults
+from skerry.chaos.reading import load_plan
+from skerry.config import Config, load
+from skerry.errors import SkerryError
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = 0.7
+ARMS = {
+    "dp-calm": "data-parallel, no failures",
+    "decoupled-calm": "decoupled, no failures",
+    "dp-restart": "data-parallel, restarts",
+    "dp-elastic": "data-parallel, elastic",
+    "decoupled": "decoupled",
+}
+CALM = {"dp-calm", "decoupled-calm"}
+TOKENS, QUICK_TOKENS = 3_000_000, 150_000
+QUICK_TRACE_S = 20.0
+"""Then failures end, or restarts would leave no time to train."""
+HIGHER = (1.0, 1.02, 1.05, 1.1)
+
+
+def job(options: argparse.Namespace, lr: float | None) -> Config:
+    config = load(ROOT / "configs" / "default.toml")
+    train = dataclasses.replace(config.train, tokens=options.tokens, seed=options.seed, lr=lr or config.train.lr)
+    evaluation = dataclasses.replace(config.eval, tokens=4096 if options.quick else config.eval.tokens)
+    islands = dataclasses.replace(config.islands, count=options.workers, threads=1, device="cpu")
+    return dataclasses.replace(config, train=train, islands=islands, eval=evaluation).resolved()
+
+
+def failures(options: argparse.Namespace) -> RandomFaults:
+    chance = load_plan(options.plan).random
+    if chance is None or chance.kinds != ("kill",):
+        raise SystemExit(f'{options.plan} must have a [random] table with kinds = ["kill"] alone')
+    until_s = QUICK_TRACE_S if options.quick else options.limit
+    changes = {"mtbf_s": options.mtbf, "return_s": options.away, "seed": options.trace, "until_s": until_s}
+    return dataclasses.replace(chance, **{name: value for name, value in changes.items() if value is not None})
+
+
+def run_arm(key: str, options: argparse.Namespace, chance: RandomFaults, folder: Path) -> Arm:
+    arm = Arm(ARMS[key])
+    config = job(options, None if key.startswith("decoupled") else options.dp_lr)
+    faults: list[Fault] = [] if key.endswith("calm") else Plan((), chance).timed(options.workers)
+    cores = sorted(os.sched_getaffinity(0))
+    print(f"== {arm.name}, lr {config.train.lr:g}", flush=True)
+    if key.startswith("decoupled"):
+        samples = run_decoupled(arm, config, folder, faults, cores, options.sample_every)
+    else:
+        samples = Launcher(
+            arm, config, folder, faults, cores, mtbf_s=chance.mtbf_s / options.workers, sample_every_s=options.sample_every,
+            limit_s=options.limit, elastic=key == "dp-elastic",
+        ).run()  # fmt: skip
+    print(f"validating {len(samples)} copies of {arm.name}", flush=True)
+    measure(arm, samples, config, at_once=len(cores))
+    return arm
+
+
+def common_loss(arms: dict[str, Arm]) -> float:
+    """What the worst of the arms under failures has at its end, so that all of these reach it."""
+    return max(arm.final_loss for key, arm in arms.items() if not key.endswith("calm") or set(arms) <= CALM)
+
+
+def print_table(arms: dict[str, Arm], loss: float) -> None:
+    def seconds(found: float | None) -> str:
+        return "never" if found is None else f"{found:.1f}"
+
+    heads = {
+        "": 28,
+        "deaths": 8,
+        f"s to {loss:.4f}": 14,
+        "and for good": 14,
+        "s in all": 10,
+        "loss at the end": 17,
+        "start, s": 10,
+    }
+    print("\n" + "".join(f"{head:>{width}s}" for head, width in heads.items()))
+    for arm in arms.values():
+        reached, kept = seconds(time_to(loss, arm.points)), seconds(time_to_keep(loss, arm.points))
+        print(f"{arm.name:28s}{len(arm.kills):8d}{reached:>14s}{kept:>14s}", end="")
+        print(f"{arm.seconds:10.1f}{arm.final_loss:17.4f}{arm.start_up_s:10.1f}")
+
+
+def ratio(arms: dict[str, Arm], above: str, below: str, loss: float, for_good: bool = False) -> float | None:
+    if above not in arms or below not in arms:
+        return None
+    when = time_to_keep if for_good else time_to
+    mine, theirs = when(loss, arms[above].points), when(loss, arms[below].points)
+    return mine / theirs if mine is not None and theirs else None
+
+
+def print_bars(arms: dict[str, Arm], loss: float) -> None:
+    for other in ("dp-calm", "dp-restart", "dp-elastic"):
+        mine = "decoupled-calm" if other == "dp-calm" else "decoupled"
+        found = {f"{loss * more:.3f}": ratio(arms, mine, other, loss * more) for more in HIGHER}
+        if all(found.values()):
+            values = ", ".join(f"{value:.3f} to {level}" for level, value in found.items())
+            print(f"time of {arms[mine].name} over {arms[other].name}: {values}")
+    bars = {
+        "dp-restart": (f"time to loss {loss:.3f} under failures, decoupled over restart-on-failure data-parallel", TARGET),
+        "dp-elastic": (f"time to loss {loss:.3f} under failures, decoupled over elastic data-parallel", None),
+    }
+    for other, (what, target) in bars.items():
+        if (value := ratio(arms, "decoupled", other, loss)) is not None:
+            ok = None if target is None else value <= target
+            kept = ratio(arms, "decoupled", other, loss, for_good=True)
+            more = {"for_good": round(kept, 4)} if kept is not None else {}
+            print(json.dumps({"bar": what, "value": round(value, 4), "target": target, "ok": ok, **more}))
+
+
+def show(arms: dict[str, Arm], plot: Path | None) -> None:
+    loss = common_loss(arms)
+    if plot is not None:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        draw(list(arms.values()), loss, plot)
+    print_table(arms, loss)
+    print_bars(arms, loss)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few tokens and frequent deaths: shows that it runs")
+    parser.add_argument("--elastic", action="store_true", help="also data-parallel training that goes on with fewer workers")
+    parser.add_argument("--arms", help=f"only these, of {','.join(ARMS)}")
+    parser.add_argument("--tokens", type=int, help="the budget of every arm (default: 3,000,000, or 150,000 if --quick)")
+    parser.add_argument("--workers", type=int, default=2, help="islands, or ranks (default: %(default)s)")
+    parser.add_argument("--dp-lr", type=float, default=1e-3, help="of data-parallel training (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the job: initial weights and order of the data")
+    parser.add_argument("--plan", type=Path, default=ROOT / "configs" / "chaos" / "failures.toml")
+    parser.add_argument("--trace", type=int, help="seed of the failures (default: the plan's)")
+    parser.add_argument("--mtbf", type=float, help="seconds between failures of a worker (default: the plan's)")
+    parser.add_argument("--away", type=float, help="seconds for which it is away, on average (default: the plan's)")
+    parser.add_argument("--sample-every", type=float, default=8.0, help="seconds between copies (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which trace and data-parallel arm end")
+    parser.add_argument(
+        "--out", type=Path, help="for the curves (default: results/failures/time_to_loss.json; none if --quick)"
+    )
+    parser.add_argument("--plot", type=Path, nargs="?", const=ROOT / "docs" / "images" / "time-to-loss.svg", help="draw them")
+    parser.add_argument("--saved", type=Path, help="run nothing: table, bars and plot of the curves in this file")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.mtbf, options.away = options.mtbf or 10.0, options.away or 3.0
+        options.sample_every = min(options.sample_every, 2.0)
+    elif options.out is None:
+        options.out = ROOT / "results" / "failures" / "time_to_loss.json"
+    options.tokens = options.tokens or (QUICK_TOKENS if options.quick else TOKENS)
+    wanted = options.arms.split(",") if options.arms else [key for key in ARMS if options.elastic or key != "dp-elastic"]
+    if unknown := set(wanted) - set(ARMS):
+        parser.error(f"--arms must be of {', '.join(ARMS)}, got {', '.join(sorted(unknown))}")
+    options.arms = wanted
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if options.saved is not None:
+        saved = json.loads(options.saved.read_text())["arms"]
+        show({key: Arm(**values) for key, values in saved.items()}, options.plot)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    if shutil.which("taskset") is None:
+        raise SystemExit("workers are pinned to cores with taskset, which is not here")
+    if len(os.sched_getaffinity(0)) < options.workers:
+        print("workers share cores: a death makes others faster, which flatters decoupled training", flush=True)
+    if os.getloadavg()[0] > 0.5:
+        print(f"others use this machine (load {os.getloadavg()[0]:.1f}): do not trust the times", flush=True)
+    chance = failures(options)
+    arms: dict[str, Arm] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for key in options.arms:
+            arms[key] = run_arm(key, options, chance, Path(scratch) / key)
+            shutil.rmtree(Path(scratch) / key)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"tokens": options.tokens, "workers": options.workers, "dp_lr": options.dp_lr, "seed": options.seed}
+        found = {key: dataclasses.asdict(arm) for key, arm in arms.items()}
+        options.out.write_text(json.dumps({**settings, "failures": dataclasses.asdict(chance), "arms": found}) + "\n")
+    show(arms, options.plot)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SkerryError as error:
+        raise SystemExit(f"time_to_loss: {error}") from None

@@ -1,0 +1,1 @@
+"""Parts of the benchmark time_to_loss.py."""

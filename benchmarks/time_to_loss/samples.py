@@ -1,0 +1,103 @@
+"""Copies of a run's model with the time at which they existed, validated once the run is over and takes no more time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from skerry.config import Config
+from skerry.data.corpus import load_corpus
+from skerry.models.gpt import build_gpt
+from skerry.syncer.run_folder import read_model, read_standing, reading
+from skerry.train.job import load_weights
+from skerry.train.validate import validate
+from time_to_loss.curves import Arm
+
+
+@dataclass(frozen=True)
+class Sample:
+    at_s: float
+    path: Path
+    tokens: int
+
+
+class Sampler:
+    """Copies the global model of a run folder every few seconds, in a thread beside the run."""
+
+    def __init__(self, folder: Path, every_s: float) -> None:
+        self._folder, self._every_s = folder, every_s
+        self._taken: list[Sample] = []
+        self._error: Exception | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        (folder / "samples").mkdir()
+
+    def __enter__(self) -> Sampler:
+        self._take()  # the initial weights
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            while not self._stop.wait(self._every_s):
+                if read_standing(self._folder).phase == "running":
+                    self._take()
+        except Exception as error:  # said by finished(): a curve with a hole must not pass for a whole one
+            self._error = error
+
+    def _take(self) -> None:
+        tokens = read_standing(self._folder).tokens
+        tensors = read_model(self._folder)
+        at = time.time()  # fragments of it may be younger than the first that was read
+        path = self._folder / "samples" / f"{at:.3f}.safetensors"
+        save_file(tensors, path)
+        self._taken.append(Sample(at, path, tokens))
+
+    def finished(self) -> list[Sample]:
+        """All samples, with the end of the run as the last, and times since training began."""
+        if self._error is not None:
+            raise self._error
+        self._take()
+        began_at, ended_at = read_span(self._folder)
+        *before, last = self._taken
+        taken = [*(s for s in before if s.at_s < ended_at), Sample(ended_at, last.path, last.tokens)]
+        return [Sample(max(0.0, s.at_s - began_at), s.path, s.tokens) for s in taken]
+
+
+def read_span(folder: Path) -> tuple[float, float]:
+    """When training began and when the run had ended, by the tape; unix seconds."""
+    with reading(folder) as database:
+        query = "SELECT min(CASE kind WHEN 'began' THEN at END), max(CASE kind WHEN 'ended' THEN at END) FROM tape"
+        began_at, ended_at = database.execute(query).fetchone()
+    return float(began_at), float(ended_at)
+
+
+def measure(arm: Arm, samples: list[Sample], config: Config, at_once: int) -> None:
+    """Validate the samples into the arm's curve, some at once; their files are removed."""
+    corpus = load_corpus(config.data, config.model.context)
+    own = threading.local()
+
+    def prepare() -> None:
+        torch.set_num_threads(1)  # holds for this thread
+        own.model = build_gpt(config.model, corpus.vocab, config.train.seed)
+
+    def loss_of(sample: Sample) -> float:
+        load_weights(own.model, load_file(sample.path))
+        sample.path.unlink()
+        return validate(own.model, corpus, config.model.context, config.eval.tokens, torch.device("cpu")).loss
+
+    samples = sorted(samples, key=lambda sample: sample.at_s)
+    with ThreadPoolExecutor(at_once, initializer=prepare) as pool:
+        losses = list(pool.map(loss_of, samples))
+    arm.points = [(sample.at_s, loss) for sample, loss in zip(samples, losses, strict=True)]
+    arm.tokens = [sample.tokens for sample in samples]
