@@ -92,7 +92,7 @@ class Glyphs:
     """At scale 1 a capital letter is then about 19 of the picture's 32 pixels high."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         bank = self._render()
         self._fonts = bank.shape[0]
         self._bank = bank.flatten().to(device)
@@ -131,7 +131,7 @@ class Glyphs:
         return found
 
     def batch(self, seed: int, start: int, count: int) -> tuple[Tensor, Tensor]:
-        draws = Draws(seed, start, count, self._device)
+        draws = Draws(seed, start, count, self.device)
         label = draws.integers(self.CLASSES, 1)
         font = draws.integers(self._fonts, 1)
         units = draws.units(11).unsqueeze(-1).unbind(1)
@@ -197,7 +197,7 @@ class Scenes:
     _BETWEEN = (", ", " and ")
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._words: list[str] = [""]
         self._size_words = self._listed(self._SIZES)
         self._colour_words = self._listed([[f"{name} "] for name in self._COLOURS])[:, 0]
@@ -220,7 +220,7 @@ class Scenes:
         rows = [list(row) for row in words]  # type: ignore[attr-defined]
         first = len(self._words)
         self._words += [word for row in rows for word in row]
-        return torch.arange(first, len(self._words), device=self._device).view(len(rows), -1)
+        return torch.arange(first, len(self._words), device=self.device).view(len(rows), -1)
 
     def longest_caption(self) -> int:
         def longest(numbers: Tensor) -> int:
@@ -231,7 +231,7 @@ class Scenes:
         return self._SHAPES * shape + (self._SHAPES - 1) * longest(self._between_words)
 
     def batch(self, seed: int, start: int, count: int) -> tuple[Tensor, Tensor]:
-        draws = Draws(seed, start, count, self._device)
+        draws = Draws(seed, start, count, self.device)
         colour = draws.integers(len(self._COLOURS), self._SHAPES)
         kind = draws.integers(len(self._KINDS), self._SHAPES)
         size = draws.integers(2, self._SHAPES)

@@ -133,7 +133,7 @@ def trend(rows: list[Row], best: dict[tuple[Any, ...], float]) -> list[str]:
         if gap is not None:
             places.setdefault((row["parameters"], row["tokens"]), []).append(gap)
     if len(places) < 4:
-        return []
+        return ["Too few sizes and lengths so far for a fit of three numbers."]
     scale, size, length, left = fit([(*place, sum(gaps) / len(gaps)) for place, gaps in places.items()])
     for (parameters, tokens), gaps in sorted(places.items()):
         fitted = scale * (parameters / 11e6) ** -size * (tokens / 131e6) ** -length
