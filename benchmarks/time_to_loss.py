@@ -11,7 +11,7 @@ training that goes on with the workers that are left. What makes the comparison 
 - The same model, data, tokens a worker's step, budget, schedule of the learning rate (over the budget) and validation windows.
 - Each way of training has a learning rate that suits it. The islands' is the configuration's. That of data-parallel training
   is lower: its best was 1.5e-3 to 2e-3 for global batches of 32 sequences and 1e-3 to 1.5e-3 for 16 (results/LOG.md); here a
-  global batch has 8. `--arms dp-calm --dp-lr 7e-4` tries another.
+  global batch has 8. `--arms dp-calm --dp-lr 7e-4 --out FILE` tries another.
 - Data-parallel training restarts as well as it can: a death is seen at once, all workers start again together as soon as the
   dead one is back, from a checkpoint of weights, optimizer and step. Checkpoints are written in a thread, at the interval of
   Young and Daly for what one costs here and the failures of the whole job, but no more often than once a second. An elastic
@@ -58,6 +58,7 @@ from skerry.config import Config, load
 from skerry.errors import SkerryError
 
 ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_OUT = ROOT / "results" / "failures" / "time_to_loss.json"
 TARGET = 0.7
 ARMS = {
     "dp-calm": "data-parallel, no failures",
@@ -194,9 +195,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.mtbf, options.away = options.mtbf or 10.0, options.away or 3.0
         options.sample_every = min(options.sample_every, 2.0)
     elif options.out is None:
-        options.out = ROOT / "results" / "failures" / "time_to_loss.json"
+        options.out = DEFAULT_OUT
     options.tokens = options.tokens or (QUICK_TOKENS if options.quick else TOKENS)
     wanted = options.arms.split(",") if options.arms else [key for key in ARMS if options.elastic or key != "dp-elastic"]
+    if options.arms and options.out == DEFAULT_OUT:
+        parser.error("--arms wants an --out of its own: the curves of all arms stay as they are")
     if unknown := set(wanted) - set(ARMS):
         parser.error(f"--arms must be of {', '.join(ARMS)}, got {', '.join(sorted(unknown))}")
     options.arms = wanted
@@ -222,12 +225,21 @@ def main() -> None:
         for key in options.arms:
             arms[key] = run_arm(key, options, chance, Path(scratch) / key)
             shutil.rmtree(Path(scratch) / key)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"tokens": options.tokens, "workers": options.workers, "dp_lr": options.dp_lr, "seed": options.seed}
-        found = {key: dataclasses.asdict(arm) for key, arm in arms.items()}
-        options.out.write_text(json.dumps({**settings, "failures": dataclasses.asdict(chance), "arms": found}) + "\n")
+            if options.out is not None:
+                keep(arms, options, chance)
     show(arms, options.plot)
+
+
+def keep(arms: dict[str, Arm], options: argparse.Namespace, chance: RandomFaults) -> None:
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    found = {
+        "workers": options.workers,
+        "job": dataclasses.asdict(job(options, None)),
+        "dp_lr": options.dp_lr,
+        "failures": dataclasses.asdict(chance),
+        "arms": {key: dataclasses.asdict(arm) for key, arm in arms.items()},
+    }
+    options.out.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

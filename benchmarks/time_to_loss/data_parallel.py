@@ -143,8 +143,10 @@ class Launcher:
         checkpoint = self._folder / "checkpoint.safetensors"
         if checkpoint.exists():
             at = checkpoint.stat().st_mtime
-            weights, step = weights_in(checkpoint)
             path = self._folder / "samples" / f"checkpoint-{at:.3f}.safetensors"
+            if path.exists():
+                return  # the job died again before it had written another
+            weights, step = weights_in(checkpoint)
             save(path, weights, step)
             train = self._config.train
             self._samples.append(Sample(at, path, step * train.batch * self._config.model.context * self._count))
