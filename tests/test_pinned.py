@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import threading
 
 import pytest
 import torch
 
+from skerry.learner import pinned
 from skerry.learner.pinned import PinnedMemory
+
+CPU = torch.device("cpu")
+"""Nothing is pinned there, and everything else is the same."""
 
 
 class Stream:
@@ -32,7 +37,7 @@ class Event:
 
 
 def test_pieces_do_not_overlap_and_are_used_again_once_nobody_refers_to_them():
-    memory = PinnedMemory(400, 3, [Stream()])
+    memory = PinnedMemory(400, 3, CPU, [Stream()])
     first, second = memory.take(100, torch.float32), memory.take(100, torch.float32)
     first.fill_(1.0)
     second.fill_(2.0)
@@ -46,7 +51,7 @@ def test_pieces_do_not_overlap_and_are_used_again_once_nobody_refers_to_them():
 
 
 def test_without_a_free_piece_ordinary_memory_is_taken():
-    memory = PinnedMemory(400, 1, [Stream()])
+    memory = PinnedMemory(400, 1, CPU, [Stream()])
     held = memory.take(100, torch.float32)
     held.fill_(1.0)
     other = memory.take(100, torch.float32)
@@ -63,7 +68,7 @@ def test_without_a_free_piece_ordinary_memory_is_taken():
     ids=["slice", "view", "array", "memoryview"],
 )
 def test_whatever_shares_the_memory_keeps_the_piece(share):
-    memory = PinnedMemory(64, 1, [])
+    memory = PinnedMemory(64, 1, CPU, [])
     tensor = memory.take(16, torch.float32)
     place = tensor.data_ptr()
     kept = share(tensor)
@@ -77,7 +82,7 @@ def test_whatever_shares_the_memory_keeps_the_piece(share):
 
 def test_a_piece_is_not_given_out_before_the_gpu_has_read_it():
     copies, encoding = Stream(), Stream()
-    memory = PinnedMemory(64, 1, [copies, encoding])
+    memory = PinnedMemory(64, 1, CPU, [copies, encoding])
     tensor = memory.take(16, torch.float32)
     assert not copies.waited_for  # nobody has read from it yet
     del tensor
@@ -87,7 +92,7 @@ def test_a_piece_is_not_given_out_before_the_gpu_has_read_it():
 
 
 def test_many_threads_never_share_a_piece():
-    memory = PinnedMemory(4096, 4, [Stream()])
+    memory = PinnedMemory(4096, 4, CPU, [Stream()])
     wrong = []
 
     def use(mark: int) -> None:
@@ -105,3 +110,22 @@ def test_many_threads_never_share_a_piece():
     assert not wrong
     kept = [memory.take(1024, torch.int32) for _ in range(4)]
     assert len({tensor.data_ptr() for tensor in kept}) == 4
+
+
+def test_without_memory_to_pin_it_does_without(monkeypatch, caplog):
+    def refused(size_bytes: int) -> mmap.mmap:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(pinned, "private_pages", refused)
+    memory = PinnedMemory(1 << 20, 4, CPU, [Stream()])
+    assert "4 MB of memory could not be pinned (Cannot allocate memory)" in caplog.text
+    assert memory.take(16, torch.float32).shape == (16,)
+
+
+def test_what_a_forked_process_frees_stays_with_its_parent(monkeypatch):
+    stream = Stream()
+    memory = PinnedMemory(64, 1, CPU, [stream])
+    tensor = memory.take(16, torch.float32)
+    monkeypatch.setattr(pinned.os, "getpid", lambda: -1)
+    del tensor
+    assert stream.recorded == 0, "there is no GPU in a forked process"

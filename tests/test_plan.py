@@ -50,7 +50,7 @@ def test_a_choice_comes_to_what_can_be_worked_out_by_hand() -> None:
     # a second to store them; 0.12 s of trips.
     assert found.exchange_steps == pytest.approx(3 * (0.6667 + 0.6667) + 0.3333 + 0.5208 + 0.02 + 0.12, rel=1e-3)
     assert found.kept == pytest.approx(1 - found.exchange_steps / 24)
-    assert host_bytes(1e9, found) == pytest.approx(4e9 + 2 / 24 * 1e9 * 8)
+    assert host_bytes(1e9, found) == pytest.approx(4e9 + 6 / 24 * 1e9 * 8)
     assert syncer_bytes(1e9, found, 2) == pytest.approx(14.25e9 + 2 * 2 / 24 * 1e9 * 6)
     assert join_s(1e9, [SITE, SITE]) == pytest.approx(32.0)
 

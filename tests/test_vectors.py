@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from skerry.core import vectors
 from skerry.core.vectors import SMALL_BYTES, empty_bytes, empty_like
 
 
@@ -22,8 +23,14 @@ def test_memory_is_what_was_asked_for(shape: tuple[int, ...], dtype: torch.dtype
 
 @pytest.mark.parametrize(
     "share",
-    [lambda a: a[3:5], lambda a: a.data, lambda a: torch.from_numpy(a).view(torch.float32)[2:], lambda a: a.view("float32")],
-    ids=["slice", "memoryview", "tensor", "view"],
+    [
+        lambda a: a[3:5],
+        lambda a: a.data,
+        lambda a: a.view("float32"),
+        lambda a: torch.from_numpy(a).view(torch.float32)[2:],
+        lambda a: torch.frombuffer(a.data, dtype=torch.uint8)[8:].view(torch.float32),
+    ],
+    ids=["slice", "memoryview", "view", "tensor", "tensor of a memoryview"],
 )
 def test_freed_memory_is_used_again_unless_somebody_refers_to_it(share):
     size_bytes = 3_300_004  # of no other test
@@ -69,3 +76,19 @@ def test_memory_does_not_grow_while_as_many_vectors_are_in_use():
         places.add(held[turn % 4].ctypes.data)
         held[turn % 4] = empty_bytes(size_bytes)
     assert len(places) <= 5
+
+
+def test_what_nobody_wants_for_a_while_is_given_back(monkeypatch):
+    now = vectors.monotonic()
+    monkeypatch.setattr(vectors, "monotonic", lambda: now)
+    size_bytes = 7_700_004
+    held = [empty_bytes(size_bytes) for _ in range(3)]
+    room = next(room for room in vectors._free if size_bytes <= room < size_bytes * 17 / 16)
+    del held
+    now += vectors.KEPT_S / 2
+    one = empty_bytes(size_bytes)
+    assert len(vectors._free[room]) == 2
+    now += vectors.KEPT_S / 2 + vectors.SWEPT_EVERY_S
+    del one
+    empty_bytes(1_234_567)  # of any size
+    assert len(vectors._free[room]) == 1, "the one that was in use meanwhile"

@@ -192,6 +192,12 @@ class Link:
         self._call(cancel)
         self._over.wait(timeout=10.0)
         self._pool.shutdown()
+        with self.changed:
+            self.prepared.clear()
+            self.staged.clear()
+            self._transfers.forget_all()
+            if self.replica is not None:
+                self.replica.release()
 
     def _call(self, act: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(self._guarded, act)
@@ -258,7 +264,7 @@ class Link:
                 await opened.enter_async_context(open_channel(self.address, self._tls)) for _ in range(1 + self._connections)
             ]
             stub, *bulk = map(SyncerStub, channels)
-            self._prepare_for(await transfer.describe(stub, PROTOCOL))
+            await self._prepare_for(await transfer.describe(stub, PROTOCOL))
             routes = self.routes = Routes(self._lanes(bulk), self._connections, self._tls, self._lanes)
             stream = self._stream = transfer.ControlStream(stub, self.sent, self.received)
             self._stream.send(pb.ToSyncer(hello=self._hello()))
@@ -280,7 +286,7 @@ class Link:
                 await routes.close()
             return welcomed
 
-    def _prepare_for(self, description: pb.RunDescription) -> None:
+    async def _prepare_for(self, description: pb.RunDescription) -> None:
         if description.protocol != PROTOCOL:
             raise JoinRefused(f"protocol mismatch: the syncer speaks version {description.protocol}, Skerry here {PROTOCOL}")
         if self.exchange is not None:
@@ -289,9 +295,10 @@ class Link:
             return
         sync: SyncConfig = from_json(SyncConfig, description.sync_json)
         layout = split([spec for spec, _ in model_tensors(self._model)], sync.fragments)
+        replica = await self.off_loop(Replica, self._model, layout, sync)  # may set gigabytes of memory aside
         with self.changed:
             self._run_id = description.run_id
-            self.replica = Replica(self._model, layout, sync)
+            self.replica = replica
             self.exchange = Exchange(sync, len(layout.fragments))
 
     def _hello(self) -> pb.Hello:

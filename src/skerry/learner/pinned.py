@@ -1,17 +1,18 @@
 """Host memory that a GPU copies to and from by itself, set aside once and used again and again.
 
 To allocate such memory makes the GPU wait, so none is allocated while training goes on. A piece is free again when no tensor
-refers to it and the GPU has read what it was told to read. Who finds none free takes ordinary memory: that copies more
-slowly, on a thread that training does not wait for.
+refers to it and the GPU has done what it was told to do with it. Who finds none free takes ordinary memory, which copies
+more slowly.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
+import contextlib
 import logging
 import mmap
-import weakref
+import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,17 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skerry.core.vectors import Bytes, private_pages, when_gone
+
 log = logging.getLogger("skerry.learner")
 
 
 class PinnedMemory:
-    def __init__(self, piece_bytes: int, count: int, streams: Sequence[Any]) -> None:
-        """`streams` are those that read from it, or write to it without being waited for."""
+    def __init__(self, piece_bytes: int, count: int, device: torch.device, streams: Sequence[Any]) -> None:
+        """`streams` are those of that device which read from it, or write to it without being waited for."""
         piece_bytes = -(-piece_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._piece_bytes, self._streams = piece_bytes, streams
+        self._process = os.getpid()
         self._free: collections.deque[tuple[int, list[Any]]] = collections.deque()
         """Pieces, each with what the GPU had been told when it became free. The longest free is taken first."""
-        self._memory = _pinned(piece_bytes * count)
+        self._memory = _pinned(piece_bytes * count, device)
         if self._memory is not None:
             self._free.extend((index * piece_bytes, []) for index in range(count))
 
@@ -45,32 +49,51 @@ class PinnedMemory:
             event.synchronize()
         assert self._memory is not None
         piece = self._memory[start : start + size_bytes]
-        # A tensor keeps the array it was made from, and so do all that share its memory.
-        weakref.finalize(piece, self._give_back, start).atexit = False
+        # The tensor keeps this very array, and whatever shares the tensor's memory keeps the tensor. A slice of the array would
+        # not keep it, so nobody else may have it.
+        when_gone(piece, lambda: self._give_back(start))
         return torch.from_numpy(piece).view(dtype)
 
     def _give_back(self, start: int) -> None:
-        # Any thread may come here, also in the middle of `take`: nothing that could wait for it.
-        self._free.append((start, [stream.record_event() for stream in self._streams]))
+        if os.getpid() == self._process:  # a forked one has no GPU, and no use for it
+            self._free.append((start, [stream.record_event() for stream in self._streams]))
 
 
-def _pinned(size_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+def _pinned(size_bytes: int, device: torch.device) -> Bytes | None:
     """Pages of our own: torch would round each allocation up to a power of two."""
-    pages = mmap.mmap(-1, max(size_bytes, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer of them: pinned several times as fast
+    try:
+        pages = private_pages(max(size_bytes, 1))
+    except OSError as error:
+        _say_why(size_bytes, str(error))
+        return None
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        # A forked process must not make the kernel move what the GPU knows the place of; and larger pages are pinned faster.
+        with contextlib.suppress(OSError, AttributeError):
+            pages.madvise(getattr(mmap, advice))
     memory = np.frombuffer(pages, dtype=np.uint8)
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = memory.ctypes.data
-        error = cudart.cudaHostRegister(address, size_bytes, 0)
-        if int(error) != 0:
-            log.warning("%d MB of memory could not be pinned (%s): copies to the GPU are slower", size_bytes >> 20, error)
+        address, errors = memory.ctypes.data, []
+
+        def register() -> None:
+            with torch.cuda.device(device):
+                errors.append(cudart.cudaHostRegister(address, size_bytes, 0))
+
+        def release() -> None:
+            with torch.cuda.device(device):
+                torch.cuda.synchronize(device)  # what was told last may still be under way
+                cudart.cudaHostUnregister(address)
+
+        # In a thread of its own: an error would stay behind in it, and be taken for that of the next kernel.
+        thread = threading.Thread(target=register, name="skerry-pinning")
+        thread.start()
+        thread.join()
+        if not errors or int(errors[0]) != 0:
+            _say_why(size_bytes, cudart.cudaGetErrorString(errors[0]) if errors else "no answer")
             return None
-        weakref.finalize(memory, functools.partial(_unpin, cudart, address)).atexit = False
+        when_gone(memory, release)
     return memory
 
 
-def _unpin(cudart: Any, address: int) -> None:
-    torch.cuda.synchronize()  # what was told last may still be reading
-    cudart.cudaHostUnregister(address)
+def _say_why(size_bytes: int, why: str) -> None:
+    log.warning("%d MB of memory could not be pinned (%s): copies to and from the GPU are slower", size_bytes >> 20, why)

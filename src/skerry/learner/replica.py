@@ -101,9 +101,9 @@ class Replica:
             spare = max(1, count // SPARE_SHARE)
             encoded = max(c.size_bytes(f.numel) for c, f in zip(self._codecs, layout.fragments, strict=True))
             streams = [self._stream, self._copies]
-            self._versions = PinnedMemory(numel * torch.float32.itemsize, count + spare, streams)
+            self._versions = PinnedMemory(numel * torch.float32.itemsize, count + spare, self.device, streams)
             """For the versions held and those that are to be adopted."""
-            self._outgoing = PinnedMemory(encoded, spare, streams)
+            self._outgoing = PinnedMemory(encoded, spare, self.device, streams)
 
     @property
     def on_cpu(self) -> bool:
@@ -135,9 +135,9 @@ class Replica:
                 change, event = self._to_device(prepared.values)
         elif self._sync.adopt == "carry":
             since = self._since(index, since_step)
-            if since is not prepared.since:
+            if since[0] is not prepared.since:
                 # Another version was adopted after this one was prepared.
-                change, event = self._difference(index, prepared.values, since)
+                change, event = self._difference(index, prepared.values, *since)
         with torch.no_grad():
             if self._cuda:
                 current = torch.cuda.current_stream(self.device)
@@ -158,16 +158,17 @@ class Replica:
         self._held[index] = prepared.values
         return whole
 
-    def _since(self, index: int, step: int) -> Tensor | None:
-        """The values progress is counted from: those given at that step, or the version held."""
-        return self._given[index].get(step, self._held[index])
+    def _since(self, index: int, step: int) -> tuple[Tensor | None, bool]:
+        """The values progress is counted from: those given at that step, or the version held, and whether it is that."""
+        given = self._given[index].get(step)
+        return (self._held[index], True) if given is None else (given, False)
 
-    def _difference(self, index: int, values: Tensor, since: Tensor | None) -> tuple[Tensor, Any]:
+    def _difference(self, index: int, values: Tensor, since: Tensor | None, is_version: bool) -> tuple[Tensor, Any]:
         with self._on_side():
             if since is None:
                 before = torch.cat(self._read(self.layout.fragments[index]))
             else:
-                before = self._as_model(index, since) if since is self._held[index] else since
+                before = self._as_model(index, since) if is_version else since
             return values.to(self.device, non_blocking=True) - before, self._recorded()
 
     def _to_device(self, flat: Tensor) -> tuple[Tensor, Any]:
@@ -214,6 +215,12 @@ class Replica:
             for spec, tensor in zip(self.layout.tensors, self._tensors, strict=True):
                 if spec.rule == "fixed" and spec.name in tensors:
                     tensor.copy_(tensors[spec.name])
+
+    def release(self) -> None:
+        """Nothing will be exchanged any more: memory that was set aside for it can go."""
+        self._held = [None] * len(self._held)
+        if self._cuda:
+            del self._versions, self._outgoing
 
     # ------------------------------------------------------------ any thread
 
@@ -314,8 +321,8 @@ class Replica:
             values = self._versions.take(values.numel(), torch.float32).copy_(values)
         if self._sync.adopt != "carry":
             return Prepared(values, *self._to_device(values), None, floor)
-        since = self._since(index, since_step)
-        return Prepared(values, *self._difference(index, values, since), since, floor)
+        since, is_version = self._since(index, since_step)
+        return Prepared(values, *self._difference(index, values, since, is_version), since, floor)
 
 
 def _recorded(stream: Any) -> Any:

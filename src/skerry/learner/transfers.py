@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,6 +31,8 @@ log = logging.getLogger("skerry.learner")
 RETRY_TRANSFER_S = 0.5
 WARN_S = 30.0
 """After this long without getting through to a shard that the syncer has named, it is said."""
+QUIET_S = 120.0
+"""After this long without trying, what fails is another trouble."""
 MAX_DIFFERENCES = 64
 """More than any syncer keeps: a learner does not set memory aside for whatever is declared."""
 
@@ -45,6 +46,13 @@ class Encoded:
     checksum: int
 
 
+@dataclass
+class _Unreached:
+    since: float
+    last: float = 0.0
+    said: bool = False
+
+
 class Transfers:
     """On the event loop of the link, whose state it shares; the loop's threads copy, encode and decode."""
 
@@ -56,8 +64,8 @@ class Transfers:
         self._sending: set[tuple[Routes, int, int]] = set()
         self._downloads: dict[int, Download] = {}
         """By fragment: what has come of a version stays when connections break."""
-        self._unreached: dict[str, float] = {}
-        """By address: since when nothing has got through to a shard; or never again, once that was said."""
+        self._unreached: dict[str, _Unreached] = {}
+        """By the address of a shard to which nothing has got through of late."""
 
     # ------------------------------------------------------------ contributions
 
@@ -158,13 +166,14 @@ class Transfers:
         )
         resume = give.again
         while True:
+            address = routes.address_of(question.fragment)  # before waiting: it may be another afterwards
             try:
                 reply = await _served(routes, question.fragment).upload(header, data, resume)
             except WireError as error:
                 log.debug("%s: fragment %d was not sent: %s", link.name, question.fragment, error)
-                self._failed(routes, question.fragment, error)
+                self._failed(address, error)
             else:
-                self._went_through(routes, question.fragment)
+                self._went_through(address)
                 if not reply.accepted:
                     log.debug("%s: fragment %d was not taken: %s", link.name, question.fragment, reply.reason)
                 if not reply.damaged:
@@ -189,15 +198,25 @@ class Transfers:
             if kept is not None and kept.data is encoded.data:
                 del self._encoded[fragment]
 
-    def _failed(self, routes: Routes, fragment: int, error: WireError) -> None:
+    def _failed(self, address: str, error: WireError) -> None:
         """The syncer can be reached, else it would be said elsewhere; a shard perhaps not."""
-        address = routes.address_of(fragment)
-        if address and time.monotonic() - self._unreached.setdefault(address, time.monotonic()) >= WARN_S:
+        if not address or isinstance(error, NotAsWanted):
+            return
+        now = time.monotonic()
+        trouble = self._unreached.get(address)
+        if trouble is None or now - trouble.last > QUIET_S:
+            trouble = self._unreached[address] = _Unreached(now)
+        trouble.last = now
+        if now - trouble.since >= WARN_S and not trouble.said:
+            trouble.said = True
             log.warning("%s gets nothing through to the shard at %s: %s; training goes on", self._link.name, address, error)
-            self._unreached[address] = math.inf
 
-    def _went_through(self, routes: Routes, fragment: int) -> None:
-        self._unreached.pop(routes.address_of(fragment), None)
+    def _went_through(self, address: str) -> None:
+        self._unreached.pop(address, None)
+
+    def forget_all(self) -> None:
+        self._encoded.clear()
+        self._downloads.clear()
 
     # ------------------------------------------------------------ merged fragments
 
@@ -211,17 +230,18 @@ class Transfers:
         download = self._downloads.get(fragment)
         if download is None or download.wanted != wanted:
             download = self._downloads[fragment] = Download(wanted, lambda header: self._check_size(wanted, header))
+        address = routes.address_of(fragment)
         try:
             await _served(routes, fragment).fetch(download)
         except WireError as error:
             log.debug("%s: fragment %d was not fetched: %s", link.name, fragment, error)
-            self._failed(routes, fragment, error)
+            self._failed(address, error)
             if isinstance(error, NotAsWanted):
                 self._forget(download)
             self._fetch_again(version, routes)
             return
 
-        self._went_through(routes, fragment)
+        self._went_through(address)
         with link.changed:
             since_step = exchange.uncounted_since(version).steps
 

@@ -257,16 +257,18 @@ def generate(
     start = len(tokens)
     training = model.training
     model.eval()  # in training experts drop tokens
-    for _ in range(count):
-        window = torch.tensor([tokens[-model.shape.context :]], device=device)
-        logits = model.logits(model.hidden(window)[:, -1])[0].cpu()
-        if temperature == 0:
-            tokens.append(int(logits.argmax()))
-            continue
-        if 0 < top_k < model.shape.vocab:
-            smallest = logits.topk(top_k).values[-1]
-            logits = logits.masked_fill(logits < smallest, -math.inf)
-        chances = F.softmax(logits / temperature, dim=-1)
-        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-    model.train(training)
+    try:
+        for _ in range(count):
+            window = torch.tensor([tokens[-model.shape.context :]], device=device)
+            logits = model.logits(model.hidden(window)[:, -1])[0].cpu()
+            if temperature == 0:
+                tokens.append(int(logits.argmax()))
+                continue
+            if 0 < top_k < model.shape.vocab:
+                smallest = logits.topk(top_k).values[-1]
+                logits = logits.masked_fill(logits < smallest, -math.inf)
+            chances = F.softmax(logits / temperature, dim=-1)
+            tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    finally:
+        model.train(training)
     return tokens[start:]

@@ -159,7 +159,7 @@ class MixtureOfExperts(nn.Module):
         """
         flat = x.flatten(0, -2)
         tokens, experts = flat.shape[0], len(self.experts)
-        # Never in bf16: a choice between two experts that are nearly as good would be left to rounding.
+        # Never in bf16, which would leave more choices between two experts to rounding. On a GPU TF32, if the job allows that.
         exact = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(flat.to(exact), self.router.weight.to(exact))
