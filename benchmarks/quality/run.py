@@ -121,7 +121,7 @@ def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
     """Do one run; what is known of it afterwards. The trained model is left in the stepper."""
     config, samples = arm.config, stepper.subject.samples(arm.config.train.seed)
     curve = Curve(arm.curve, config, stepper) if arm.curve else None
-    line: dict[str, Any] = {"name": arm.name, "subject": arm.subject}
+    line: dict[str, Any] = {"name": arm.name, "subject": arm.subject, "data": stepper.subject.fingerprint}
     line.update(algorithm=config.algorithm, islands=config.islands.count)
 
     def look(tokens: int) -> None:
@@ -164,8 +164,14 @@ def share_out(workers: int) -> None:
     """Start this command several times over; each process takes the next run nobody has taken."""
     with tempfile.TemporaryDirectory() as claims:
         command = [sys.executable, *sys.argv, "--claims", claims]
-        for process in [subprocess.Popen(command) for _ in range(workers)]:
-            process.wait()
+        processes = [subprocess.Popen(command) for _ in range(workers)]
+        try:
+            codes = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.terminate()
+    if any(codes):
+        raise SystemExit("a worker failed; what it had taken on is not done")
 
 
 def claimed(claims: Path | None, name: str) -> bool:

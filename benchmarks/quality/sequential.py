@@ -38,6 +38,9 @@ class Conditions:
 
     step_times: tuple[float, ...] = ()
     """Relative step time of each learner; 1.0 for those not named."""
+    jitter: float = 0.02
+    """Steps take up to this share more or less, at random: with equal ones the same learner would come first every time, and
+    all others would be asked just before the end of a step."""
     exchange_steps: float | None = None
     """How long snapshot to fetched takes; by default a little less than the overlap τ."""
     lost_share: float = 0.0
@@ -180,7 +183,7 @@ class SequentialRun:
         self._deltas: dict[tuple[int, str], Tensor] = {}
         delay = conditions.exchange_steps if conditions.exchange_steps is not None else max(self.sync.overlap - 0.2, 0.2)
         self._delay = delay / 2
-        self._random = random.Random(self.config.train.seed)
+        self._random, self._pace = random.Random(self.config.train.seed), random.Random(self.config.train.seed)
         self.sent_bytes = 0
         self._sent_in: Counter[int] = Counter()
         """Bytes by stretch of H steps."""
@@ -242,7 +245,7 @@ class SequentialRun:
             if isinstance(action, m.Begin):
                 learner = self._by_name[action.name]
                 learner.exchange.begin(action.step)
-                self._at(self.now + learner.step_time, self._stepper_of(learner))
+                self._start_step(learner)
             elif isinstance(action, m.Ask):
                 learner = self._by_name[action.name]
                 learner.exchange.asked(Question(action.fragment, action.step, action.min_base), action.anew)
@@ -296,7 +299,11 @@ class SequentialRun:
         """Start the next step; in lock-step not before every merge that is overdue has come."""
         learner.waits = learner.exchange.must_wait()
         if not learner.waits:
-            self._at(self.now + learner.step_time, self._stepper_of(learner))
+            self._start_step(learner)
+
+    def _start_step(self, learner: SequentialLearner) -> None:
+        jitter = self.conditions.jitter * self._pace.uniform(-1, 1)
+        self._at(self.now + learner.step_time * (1 + jitter), self._stepper_of(learner))
 
     def _settle(self, learner: SequentialLearner) -> None:
         """A step boundary: adopt what has arrived, answer what can be answered."""

@@ -22,13 +22,16 @@ BYTES = 128
 """Captions are ASCII."""
 _NORM_EPS = 1e-6
 _INIT_STD = 0.02
+_POSITION_STD = 0.3
+"""About what patches contribute. With much smaller ones all places look alike at first, and training begins with a plateau."""
 
 
 def patches(images: Tensor) -> Tensor:
-    """(batch, channels, SIDE, SIDE) as (batch, PATCHES, channels * PATCH²)."""
+    """(batch, channels, SIDE, SIDE) as (batch, PATCHES, channels * PATCH²), around zero: a grey that all patches have in common
+    would hide what they differ in."""
     batch, channels = images.shape[:2]
     across = SIDE // PATCH
-    tiles = images.view(batch, channels, across, PATCH, across, PATCH)
+    tiles = (2 * images - 1).view(batch, channels, across, PATCH, across, PATCH)
     return tiles.permute(0, 2, 4, 1, 3, 5).reshape(batch, PATCHES, channels * PATCH**2)
 
 
@@ -102,6 +105,8 @@ class PictureModel(nn.Module):
         for name, parameter in self.named_parameters():
             if name == "patch.weight":
                 parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+            elif name == "position.weight":
+                parameter.normal_(std=_POSITION_STD, generator=generator)
             elif parameter.ndim == 2:
                 added = name.endswith(("attention.out.weight", "down.weight"))
                 parameter.normal_(std=added_std if added else _INIT_STD, generator=generator)
