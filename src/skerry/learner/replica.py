@@ -64,6 +64,16 @@ class Prepared:
     """Versions before this one were taken back."""
 
 
+@dataclass(frozen=True)
+class _Pinned:
+    """Memory beside a GPU."""
+
+    versions: PinnedMemory
+    """For those held and those that are to be adopted."""
+    outgoing: PinnedMemory
+    """For contributions, encoded."""
+
+
 class Replica:
     def __init__(self, model: nn.Module, layout: Layout, sync: SyncConfig) -> None:
         self.layout = layout
@@ -96,14 +106,16 @@ class Replica:
         self._copies: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._written: Any = None
         self._being_read: list[Any] = []
+        self._pinned: _Pinned | None = None
         if self._cuda:
             count, numel = len(layout.fragments), max(fragment.numel for fragment in layout.fragments)
             spare = max(1, count // SPARE_SHARE)
             encoded = max(c.size_bytes(f.numel) for c, f in zip(self._codecs, layout.fragments, strict=True))
             streams = [self._stream, self._copies]
-            self._versions = PinnedMemory(numel * torch.float32.itemsize, count + spare, self.device, streams)
-            """For the versions held and those that are to be adopted."""
-            self._outgoing = PinnedMemory(encoded, spare, self.device, streams)
+            self._pinned = _Pinned(
+                PinnedMemory(numel * torch.float32.itemsize, count + spare, self.device, streams),
+                PinnedMemory(encoded, spare, self.device, streams),
+            )
 
     @property
     def on_cpu(self) -> bool:
@@ -219,8 +231,7 @@ class Replica:
     def release(self) -> None:
         """Nothing will be exchanged any more: memory that was set aside for it can go."""
         self._held = [None] * len(self._held)
-        if self._cuda:
-            del self._versions, self._outgoing
+        self._pinned = None
 
     # ------------------------------------------------------------ any thread
 
@@ -275,9 +286,10 @@ class Replica:
                 sent = codec.decode(data, progress.numel())
                 with self._feedback_lock:
                     feedback.sent(snapshot.at_step, progress, sent)
-            if not self._cuda:
-                return data
-            arrived = self._outgoing.take(data.numel(), torch.uint8)
+            pinned = self._pinned
+            if pinned is None:
+                return data.cpu()
+            arrived = pinned.outgoing.take(data.numel(), torch.uint8)
             arrived.copy_(data, non_blocking=True)
             event = self._recorded()
         event.synchronize()
@@ -317,8 +329,9 @@ class Replica:
 
     def prepare(self, index: int, values: Tensor, since_step: int, floor: int = 0) -> Prepared:
         """Make a version ready for adoption, off the training thread."""
-        if self._cuda:
-            values = self._versions.take(values.numel(), torch.float32).copy_(values)
+        pinned = self._pinned
+        if pinned is not None:
+            values = pinned.versions.take(values.numel(), torch.float32).copy_(values)
         if self._sync.adopt != "carry":
             return Prepared(values, *self._to_device(values), None, floor)
         since, is_version = self._since(index, since_step)
