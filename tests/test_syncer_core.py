@@ -2021,3 +2021,18 @@ def test_a_round_whose_answers_were_lost_keeps_its_number_whoever_declined_an_ea
     run.send(FragmentsAway((0,)))
     [again] = of(Ask, run.send(FragmentsBack((0,))))
     assert (again.step, again.anew) == (8, True), "in lock-step it waits at step 8, and could not answer a later round"
+
+
+def test_a_round_that_is_tried_again_after_a_later_one_was_lost_too_is_asked_for_anew(monkeypatch) -> None:
+    """When H grows, the turn that was last due may be an earlier one than before."""
+    run = running("a", "b", quorum=2, every=4)
+    run.report("a", 4), run.report("b", 4)
+    run.give("a", upto=4)
+    run.send(FragmentsAway((0,)))
+    run.report("a", 8), run.report("b", 8)
+    later = of(Ask, run.send(FragmentsBack((0,))))
+    assert {ask.step for ask in later} == {8}
+    run.send(FragmentsAway((0,)))
+    monkeypatch.setattr(type(run.core.schedule), "last_due", lambda schedule, index, step: 4)
+    again = of(Ask, run.send(FragmentsBack((0,))))
+    assert {(ask.name, ask.step, ask.anew) for ask in again} == {("a", 4, True), ("b", 4, True)}

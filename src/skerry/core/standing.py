@@ -116,7 +116,7 @@ class FragmentProgress:
     declined: set[str] = field(default_factory=set)
     """Those who had nothing to give in the last round that was cancelled."""
     dropped_round: int = -1
-    """The round whose answers were lost last: who is asked in it again has to answer again."""
+    """The highest round whose answers were lost: who is asked in it again, or in one before it, has to answer again."""
     away_since: float | None = None
     """Nobody serves it, so no round is opened."""
 

@@ -509,7 +509,7 @@ class SyncerCore:
     def _drop_void(self, index: int, gathering: Round, actions: list[Action]) -> None:
         """As if it had not been opened: whoever gave still has what it gave, on top of the version it was counted from."""
         fragment = self.fragments[index]
-        fragment.round, fragment.dropped_round = None, gathering.step
+        fragment.round, fragment.dropped_round = None, max(fragment.dropped_round, gathering.step)
         fragment.declined = set()  # of an earlier round, whose number this one does not have
         for name in gathering.final & set(gathering.arrived):
             owes = self.learners[name].owes if name in self.learners else None
@@ -670,7 +670,8 @@ class SyncerCore:
 
     def _ask(self, name: str, index: int, step: int) -> Ask:
         fragment = self.fragments[index]
-        return Ask(name, index, step, self._min_base(name, fragment), step == fragment.dropped_round)
+        # A turn whose round was dropped may be followed by the next one, that be dropped too, and the first be tried again.
+        return Ask(name, index, step, self._min_base(name, fragment), anew=step <= fragment.dropped_round)
 
     def _min_base(self, name: str, fragment: FragmentProgress) -> int:
         counted = fragment.counted.get(name)
