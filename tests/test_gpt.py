@@ -60,9 +60,9 @@ def plain_forward(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def stirred_model() -> GPT:
+def stirred_model(config: ModelConfig = SMALL) -> GPT:
     """A model whose weights are large and uneven enough for every part of it to show in the logits."""
-    model = build_gpt(SMALL, VOCAB, seed=3)
+    model = build_gpt(config, VOCAB, seed=3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,15 +75,19 @@ def test_logits_equal_those_of_the_model_written_out_plainly() -> None:
     torch.testing.assert_close(model(tokens).double(), plain_forward(model, tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_a_later_token_does_not_change_earlier_logits() -> None:
-    model, tokens = stirred_model(), tokens_of(1, 1, SMALL.context)
+def assert_no_token_sees_a_later_one(model: GPT) -> None:
+    tokens = tokens_of(1, 1, model.shape.context)
     before = model(tokens)
-    for place in (1, 7, SMALL.context - 1):
+    for place in (1, 7, model.shape.context - 1):
         changed = tokens.clone()
         changed[0, place] = (changed[0, place] + 1) % VOCAB
         after = model(changed)
         torch.testing.assert_close(after[:, :place], before[:, :place], rtol=0, atol=1e-5)
         assert (after[:, place] - before[:, place]).abs().max() > 1e-2
+
+
+def test_a_later_token_does_not_change_earlier_logits() -> None:
+    assert_no_token_sees_a_later_one(stirred_model())
 
 
 def test_the_model_tells_orders_of_the_same_tokens_apart() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import mmap
-import threading
 
 import pytest
 import torch
+from islands import together
 
 from skerry.learner import pinned
 from skerry.learner.pinned import PinnedMemory
@@ -102,11 +103,7 @@ def test_many_threads_never_share_a_piece():
             if not tensor.eq(mark).all():
                 wrong.append(mark)
 
-    threads = [threading.Thread(target=use, args=(mark,)) for mark in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(functools.partial(use, mark) for mark in range(6)))
     assert not wrong
     kept = [memory.take(1024, torch.int32) for _ in range(4)]
     assert len({tensor.data_ptr() for tensor in kept}) == 4

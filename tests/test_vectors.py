@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
-import threading
 
 import pytest
 import torch
+from islands import together
 
 from skerry.core import vectors
 from skerry.core.vectors import SMALL_BYTES, empty_bytes, empty_like
@@ -60,11 +61,7 @@ def test_vectors_never_share_memory_whatever_is_freed_when_and_where():
             else:
                 kept.append(empty_like(torch.empty(chance.choice([17_000, 17_100, 33_000]))).fill_(mark))
 
-    threads = [threading.Thread(target=live, args=(mark,)) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(functools.partial(live, mark) for mark in range(4)))
     assert not wrong
 
 

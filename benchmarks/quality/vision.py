@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from skerry.config import ModelConfig
 from skerry.models.gpt import GPTShape, shape_for
+from skerry.models.layers import Embedding, Linear
 
 PATCH = 4
 PATCHES = (SIDE // PATCH) ** 2
@@ -35,29 +36,14 @@ def patches(images: Tensor) -> Tensor:
     return tiles.permute(0, 2, 4, 1, 3, 5).reshape(batch, PATCHES, channels * PATCH**2)
 
 
-class _Linear(nn.Linear):
-    """Without bias, and without the random numbers that nn.Linear would draw from the global generator."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def reset_parameters(self) -> None:
-        """PictureModel draws all weights itself."""
-
-
-class _Embedding(nn.Embedding):
-    def reset_parameters(self) -> None:
-        """PictureModel draws all weights itself."""
-
-
 class Attention(nn.Module):
     """Every place sees the places that `seen` allows, or all of them."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.heads, self.head_width = shape.heads, shape.head_width
-        self.qkv = _Linear(shape.width, 3 * shape.width)
-        self.out = _Linear(shape.width, shape.width)
+        self.qkv = Linear(shape.width, 3 * shape.width)
+        self.out = Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
         batch, length, width = x.shape
@@ -76,8 +62,8 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
         self.attention = Attention(shape)
         self.mlp_norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
-        self.up = _Linear(shape.width, 4 * shape.width)
-        self.down = _Linear(4 * shape.width, shape.width)
+        self.up = Linear(shape.width, 4 * shape.width)
+        self.down = Linear(4 * shape.width, shape.width)
 
     def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), seen)
@@ -91,8 +77,8 @@ class PictureModel(nn.Module):
     def __init__(self, shape: GPTShape, channels: int, places: int) -> None:
         super().__init__()
         self.shape = shape
-        self.patch = _Linear(channels * PATCH**2, shape.width)
-        self.position = _Embedding(places, shape.width)
+        self.patch = Linear(channels * PATCH**2, shape.width)
+        self.position = Embedding(places, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
 
@@ -126,7 +112,7 @@ class ViT(PictureModel):
 
     def __init__(self, config: ModelConfig, classes: int, seed: int) -> None:
         super().__init__(shape_for(config, classes), channels=1, places=PATCHES)
-        self.head = _Linear(self.shape.width, classes)
+        self.head = Linear(self.shape.width, classes)
         self.draw_weights(seed)
 
     def losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +132,7 @@ class Captioner(PictureModel):
     def __init__(self, config: ModelConfig, seed: int) -> None:
         places = PATCHES + CAPTION_LENGTH
         super().__init__(shape_for(config, BYTES), channels=3, places=places)
-        self.embedding = _Embedding(BYTES, self.shape.width)
+        self.embedding = Embedding(BYTES, self.shape.width)
         self.draw_weights(seed)
         seen = torch.ones(places, places, dtype=torch.bool).tril()
         seen[:PATCHES, :PATCHES] = True

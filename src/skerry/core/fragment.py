@@ -27,6 +27,9 @@ average  a running statistic (floating-point buffer): plain weighted mean of the
 fixed    frozen parameters and integer buffers: handed out when a learner joins, never exchanged
 """
 
+SET_ASIDE_SHARE = 4
+"""Of the fragments, one in so many may be under way at a time and find memory beside a GPU that was set aside for it."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:

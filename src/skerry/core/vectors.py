@@ -23,6 +23,7 @@ SMALL_BYTES = 1 << 16
 STEPS = 16
 """Sizes told apart between a power of two and the next."""
 KEPT_S, SWEPT_EVERY_S = 60.0, 10.0
+"""What was not used for so long is given back; looked for so often."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Free = collections.deque[tuple[float, mmap.mmap]]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from skerry.config import SyncConfig
 from skerry.core.exchange import KEPT_GIVES
 from skerry.core.feedback import Feedback
-from skerry.core.fragment import Fragment, Layout
+from skerry.core.fragment import SET_ASIDE_SHARE, Fragment, Layout
 from skerry.core.fragment_codec import fragment_codec
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError
@@ -29,8 +29,6 @@ QUICK_NUMEL = 1 << 19
 """The largest fragment that the event loop copies and casts by itself. Every other codec takes about eight times as long."""
 OPEN_ANSWERS = 2
 """Of one fragment: its rounds follow each other, so only answers to the same question can both be open."""
-SPARE_SHARE = 4
-"""Of the fragments, one in so many may be under way to or from a GPU at a time and find pinned memory for it."""
 GATE_S = 0.2
 HALF_STEP_S, RETRY_GATE_S = 1.0, 0.001
 
@@ -109,7 +107,7 @@ class Replica:
         self._pinned: _Pinned | None = None
         if self._cuda:
             count, numel = len(layout.fragments), max(fragment.numel for fragment in layout.fragments)
-            spare = max(1, count // SPARE_SHARE)
+            spare = max(1, count // SET_ASIDE_SHARE)
             encoded = max(c.size_bytes(f.numel) for c, f in zip(self._codecs, layout.fragments, strict=True))
             streams = [self._stream, self._copies]
             self._pinned = _Pinned(

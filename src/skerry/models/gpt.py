@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from skerry.config import ModelConfig
 from skerry.errors import ConfigError
-from skerry.models.linear import Linear
+from skerry.models.layers import Embedding, Linear
 from skerry.models.moe import MixtureOfExperts, expert_width
 
 _INIT_STD = 0.02
@@ -115,11 +115,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
-class _Embedding(nn.Embedding):
-    def reset_parameters(self) -> None:
-        """GPT draws all weights itself."""
-
-
 class Attention(nn.Module):
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -174,7 +169,7 @@ class GPT(nn.Module):
     def __init__(self, shape: GPTShape, seed: int = 0) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = _Embedding(shape.vocab, shape.width)
+        self.embedding = Embedding(shape.vocab, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
         cos, sin = rotations(shape.context, shape.head_width)

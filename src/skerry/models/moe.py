@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skerry.models.linear import Linear
+from skerry.models.layers import Linear
 
 CAPACITY = 1.25
 """Slots of an expert in training, as a multiple of what it would need if all experts were used evenly."""

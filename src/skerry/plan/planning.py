@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skerry.core.codec import codec
+from skerry.core.fragment import SET_ASIDE_SHARE
 
 FULL = 0.7
 """A link that is used more than this has queues that grow."""
@@ -142,8 +143,8 @@ def data_parallel_utilisation(parameters: float, islands: Sequence[Island]) -> f
 
 def host_bytes(parameters: float, choice: Choice) -> float:
     """Of an island's host: the version held, in fp32, and what may be under way. Beside a GPU that is set aside beforehand, for
-    a quarter of the fragments at a time; elsewhere it is two fragments or so."""
-    at_a_time = max(2, choice.fragments // 4)
+    some of the fragments at a time; elsewhere it is two fragments or so."""
+    at_a_time = max(2, choice.fragments // SET_ASIDE_SHARE)
     under_way = at_a_time * parameters / choice.fragments * (4 + bits(choice.send) / 8 + bits(choice.publish) / 8)
     return 4 * parameters + under_way
 

@@ -11,10 +11,10 @@ _LARGEST = ((1 << 31) - 1, 32 << 20)
 
 
 def keep_freed_memory() -> None:
-    """Vectors as large as fragments come and go all the time. By default each is mapped from the kernel and given back, and
-    to have its pages zeroed costs more than what is done with them; so what is freed stays, in one heap for all
-    threads: the process does not get smaller again. To be called before there are threads. Does nothing where the C
-    library is not glibc."""
+    """What gRPC receives comes and goes all the time, a megabyte at a time (vectors have memory of their own: core/vectors.py).
+    By default each is mapped from the kernel and given back, and to have its pages zeroed costs more than what is done with
+    them; so what is freed stays, in one heap for all threads: the process does not get smaller again. To be called before
+    there are threads. Does nothing where the C library is not glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

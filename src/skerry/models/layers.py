@@ -1,4 +1,4 @@
-"""The matrices of a model's layers: without bias and, until the model draws its weights, without values."""
+"""Layers that have no values until their model draws them: torch's own would draw random numbers from the global generator."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from torch import nn
 
 
 class Linear(nn.Linear):
-    """Without bias, and without the random numbers that nn.Linear would draw from the global generator."""
+    """Without bias."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
+    def reset_parameters(self) -> None:
+        """The model draws all weights itself."""
+
+
+class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """The model draws all weights itself."""
