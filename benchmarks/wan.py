@@ -1,13 +1,15 @@
 """Training over links as thin and as long as ordinary ones between sites: Skerry beside data-parallel training, in one run.
 
-    python benchmarks/wan.py [--quick] [--out FILE] [--plot FILE]
+    python benchmarks/wan.py [--quick] [--turns N] [--out FILE] [--plot FILE]
 
 Islands (two by default) and a syncer, each in a network namespace of its own, with links of a given bandwidth and delay
 (benchmarks/wan/switch.py; needs root). All train the same model on the same data, one thread each. The islands have one half
 of the machine's cores, the syncer and the switch the other, as they would be on machines of their own. Utilisation is inner
-steps a second over those of islands that train beside each other without any network, before and after. Bytes are those
-that the switch counted, with all headers, control messages and TLS. The data-parallel side is DistributedDataParallel over
-gloo, with gradients sent in 16 bits (as fp16: gloo does not offer bf16, which has the same size).
+steps a second over those of islands that train beside each other without any network. Machines change their speed by more than
+what is to be seen here, so these train just before and just after each window that is compared with them, and --turns does all
+of it several times over: shares are means of the turns, with their standard error. Bytes are those that the switch counted,
+with all headers, control messages and TLS. The data-parallel side is DistributedDataParallel over gloo, with gradients sent in
+16 bits (as fp16: gloo does not offer bf16, which has the same size).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -52,8 +56,14 @@ ARMS: dict[str, SyncConfig | None] = {
 }
 
 
+STEPS_TO_SETTLE = {"alone": 2, "dp": 1}
+"""Under new conditions, before anything is counted. Where fragments are exchanged every one of them is, once."""
+
+
 @dataclass
 class Measured:
+    """One window, or the mean of several."""
+
     arm: str
     mbit: float
     steps_per_s: float
@@ -61,6 +71,25 @@ class Measured:
     """By an island, for one of its steps."""
     down_bytes: float
     steps: int
+    alone_steps_per_s: float = math.nan
+    """Without any network, before and after."""
+
+    @property
+    def share(self) -> float:
+        return self.steps_per_s / self.alone_steps_per_s
+
+
+@dataclass
+class Running:
+    """The processes of one arm."""
+
+    processes: list[subprocess.Popen[bytes]]
+    logs: list[Path]
+    """In which islands write down their steps."""
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            process.send_signal(number)
 
 
 class Bench:
@@ -84,8 +113,7 @@ class Bench:
         self._runs = 0
 
     @contextlib.contextmanager
-    def running(self, arm: str) -> Iterator[list[Path]]:
-        """The processes of one arm; gives the files in which islands write down their steps."""
+    def running(self, arm: str) -> Iterator[Running]:
         self._runs += 1
         folder = self._place / f"run{self._runs}"
         folder.mkdir()
@@ -99,6 +127,8 @@ class Bench:
                 command = ["taskset", "-c", ",".join(map(str, mine)), *self._switch.command(host, sys.executable, *words)]
                 processes.append(subprocess.Popen(command, stdout=output, stderr=output, env={**environment, **more}))
 
+        for host in self._islands:
+            self._switch.set(host, 0.0, DELAY_S)  # what is exchanged before training begins is not what is measured
         sync = ARMS.get(arm)
         if sync is not None:
             way, address = "skerry", f"{self._switch.address('syncer')}:7070"
@@ -118,7 +148,7 @@ class Bench:
                     said = "\n".join(path.read_text()[-1500:] for path in folder.glob("*.out"))
                     raise SystemExit(f"{arm} did not start training:\n{said}")
                 time.sleep(0.2)
-            yield logs
+            yield Running(processes, logs)
         finally:
             for process in processes:
                 process.kill()
@@ -128,7 +158,7 @@ class Bench:
     def measure(self, arm: str, logs: list[Path], mbit: float, seconds: float) -> Measured:
         for host in self._islands:
             self._switch.set(host, mbit, DELAY_S)
-        settle(logs, 2 if arm != "dp" else 1)
+        settle(logs, STEPS_TO_SETTLE.get(arm, DECOUPLED.every))
         before = [dict(self._switch.ports[host].bytes) for host in self._islands]
         started = time.monotonic()
         if arm == "dp":  # whole steps, of which a thin link allows few
@@ -170,7 +200,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--mbit", type=float, nargs="*", help="bandwidths to go through")
-    parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of a window")
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--islands", type=int, default=2)
     parser.add_argument("--arms", nargs="*", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--size", default="1m")
@@ -179,82 +210,111 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     bandwidths = options.mbit or ([10.0] if options.quick else [2.0, 5.0, 15.0, 50.0, 200.0, 1000.0])
-    seconds = 12.0 if options.quick else options.seconds
     arms = options.arms or (["dp", "decoupled bf16", "decoupled int4"] if options.quick else list(ARMS))
     hosts = [f"island{number}" for number in range(options.islands)]
     torch.set_num_threads(1)
     os.sched_setaffinity(0, OTHER_CORES)
     found: list[Measured] = []
-    with tempfile.TemporaryDirectory() as place, switched([*hosts, "syncer"]) as switch:
-        bench = Bench(switch, Path(place), options.islands, options.size, options.batch)
+    with contextlib.ExitStack() as opened:
+        place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        switch = opened.enter_context(switched([*hosts, "syncer"]))
+        bench = Bench(switch, place, options.islands, options.size, options.batch)
+        free = opened.enter_context(bench.running("alone"))
 
         def alone() -> float:
-            with bench.running("alone") as logs:
-                return bench.measure("alone", logs, 0.0, seconds).steps_per_s
+            """These need no network, so they may be stopped and go on as if nothing had been."""
+            free.send(signal.SIGCONT)
+            try:
+                return bench.measure("alone", free.logs, 0.0, options.seconds).steps_per_s
+            finally:
+                free.send(signal.SIGSTOP)
 
-        baseline, free = [alone()], {}
-        print(f"{bench.parameters:,} parameters; alone {baseline[0]:.2f} steps/s", flush=True)
-        for arm in arms:
-            with bench.running(arm) as logs:
+        before = alone()
+        print(f"{bench.parameters:,} parameters; alone {before:.2f} steps/s", flush=True)
+        for turn in range(options.turns):
+            for arm in arms:
                 for mbit in sorted(bandwidths, reverse=True):
-                    found.append(bench.measure(arm, logs, mbit, seconds))
-                    last = found[-1]
-                    share = last.steps_per_s / baseline[-1]
-                    sizes = f"{last.up_bytes / 1e3:9.1f} kB up, {last.down_bytes / 1e3:9.1f} kB down a step"
-                    print(
-                        f"{arm:24s} {mbit:6.0f} Mbit/s  {last.steps_per_s:7.2f} steps/s  {100 * share:5.1f}%  {sizes}",
-                        flush=True,
-                    )
-            baseline.append(alone())
-            free[arm] = statistics.mean(baseline[-2:])
-    print(f"alone {min(baseline):.2f} to {max(baseline):.2f} steps/s")
+                    with bench.running(arm) as running:
+                        window = bench.measure(arm, running.logs, mbit, options.seconds)
+                    after = alone()
+                    window.alone_steps_per_s, before = (before + after) / 2, after
+                    found.append(window)
+                    print(f"{turn + 1} of {options.turns}: {described(window)}", flush=True)
+    means = [mean_of(windows) for windows in in_groups(found)]
+    if options.turns > 1:
+        print("\n".join(described(mean) for mean in means))
     if options.out:
-        facts = {"parameters": bench.parameters, "alone_steps_per_s": baseline, "delay_s": DELAY_S, "islands": options.islands}
+        facts = {"parameters": bench.parameters, "delay_s": DELAY_S, "islands": options.islands}
         options.out.write_text(json.dumps({**facts, "found": [dataclasses.asdict(m) for m in found]}, indent=1) + "\n")
     if options.plot:
-        draw(found, free, options.plot)
-    for line in bars(found, free):
+        draw(means, options.plot)
+    for line in bars(found):
         print(json.dumps(line))
 
 
-def bars(found: list[Measured], free: dict[str, float]) -> list[dict[str, object]]:
+def described(window: Measured) -> str:
+    sizes = f"{window.up_bytes / 1e3:9.1f} kB up, {window.down_bytes / 1e3:9.1f} kB down a step"
+    speed = f"{window.steps_per_s:7.2f} of {window.alone_steps_per_s:6.2f} steps/s"
+    return f"{window.arm:24s} {window.mbit:6.0f} Mbit/s  {speed}  {100 * window.share:5.1f}%  {sizes}"
+
+
+def in_groups(found: list[Measured]) -> list[list[Measured]]:
+    """The windows of each arm and bandwidth."""
+    groups: dict[tuple[str, float], list[Measured]] = {}
+    for window in found:
+        groups.setdefault((window.arm, window.mbit), []).append(window)
+    return list(groups.values())
+
+
+def mean_of(windows: list[Measured]) -> Measured:
+    def mean(name: str) -> float:
+        return statistics.mean(getattr(window, name) for window in windows)
+
+    alone = mean("alone_steps_per_s")
+    # The mean of the shares, not of the speeds: each is measured against what the machine could do just then.
+    speed = alone * mean("share")
+    steps = sum(window.steps for window in windows)
+    return Measured(windows[0].arm, windows[0].mbit, speed, mean("up_bytes"), mean("down_bytes"), steps, alone)
+
+
+def bars(found: list[Measured]) -> list[dict[str, object]]:
     lines: list[dict[str, object]] = []
-    by = {(m.arm, m.mbit): m for m in found}
-    thin = [m for m in found if m.arm == "dp" and m.steps_per_s / free["dp"] <= 0.04]
-    if thin:
-        dp = max(thin, key=lambda m: m.mbit)
-        at = {"mbit": dp.mbit, "dp_utilisation": round(dp.steps_per_s / free["dp"], 4)}
+    groups = in_groups(found)
+    by = {(windows[0].arm, windows[0].mbit): windows for windows in groups}
+    means = [mean_of(windows) for windows in groups]
+    dp_means = [mean for mean in means if mean.arm == "dp"]
+    if thin := [mean for mean in dp_means if mean.share <= 0.04]:
+        dp = max(thin, key=lambda mean: mean.mbit)
+        at = {"mbit": dp.mbit, "dp_utilisation": round(dp.share, 4)}
         for arm in ("decoupled bf16", "decoupled int4"):
-            if (arm, dp.mbit) in by:
-                mine = by[arm, dp.mbit]
-                share = mine.steps_per_s / free[arm]
-                lines.append(
-                    {"bar": f"utilisation, {arm}", "value": round(share, 4), "target": 0.95, "ok": share >= 0.95, **at}
-                )
-                times = mine.steps_per_s / dp.steps_per_s
-                lines.append(
-                    {"bar": f"times as fast as dp, {arm}", "value": round(times, 1), "target": 20, "ok": times > 20, **at}
-                )
+            if windows := by.get((arm, dp.mbit)):
+                mine, turns = mean_of(windows), len(windows)
+                error = statistics.stdev(window.share for window in windows) / turns**0.5 if turns > 1 else None
+                more = {"standard_error": None if error is None else round(error, 4), "turns": turns, **at}
+                ok = mine.share >= 0.95
+                lines.append({"bar": f"utilisation, {arm}", "value": round(mine.share, 4), "target": 0.95, "ok": ok, **more})
+                times = mine.share / dp.share
+                bar = f"times as fast as dp, {arm}"
+                lines.append({"bar": bar, "value": round(times, 1), "target": 20, "ok": times > 20, **at})
     for arm, target in (("decoupled bf16", 24), ("decoupled int4", 90), ("decoupled topk, H = 96", 1000)):
-        mine = max((m for m in found if m.arm == arm), key=lambda m: m.mbit, default=None)
-        dp = max((m for m in found if m.arm == "dp"), key=lambda m: m.mbit, default=None)
-        if mine is not None and dp is not None:
-            times = (dp.up_bytes + dp.down_bytes) / (mine.up_bytes + mine.down_bytes)
-            lines.append(
-                {"bar": f"fewer bytes a step than dp, {arm}", "value": round(times, 1), "target": target, "ok": times >= target}
-            )
+        mine_or_none = max((mean for mean in means if mean.arm == arm), key=lambda mean: mean.mbit, default=None)
+        if mine_or_none is not None and dp_means:
+            dp = max(dp_means, key=lambda mean: mean.mbit)
+            times = (dp.up_bytes + dp.down_bytes) / (mine_or_none.up_bytes + mine_or_none.down_bytes)
+            bar = f"fewer bytes a step than dp, {arm}"
+            lines.append({"bar": bar, "value": round(times, 1), "target": target, "ok": times >= target})
     return lines
 
 
-def draw(found: list[Measured], free: dict[str, float], path: Path) -> None:
+def draw(means: list[Measured], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg" if path.suffix == ".svg" else "agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for arm in dict.fromkeys(m.arm for m in found):
-        points = sorted((m.mbit, 100 * m.steps_per_s / free[arm]) for m in found if m.arm == arm)
+    for arm in dict.fromkeys(mean.arm for mean in means):
+        points = sorted((mean.mbit, 100 * mean.share) for mean in means if mean.arm == arm)
         axes.plot(*zip(*points, strict=True), marker="o", label=arm)
     axes.set(xscale="log", xlabel="bandwidth of an island's link, Mbit/s", ylabel="utilisation, %", ylim=(0, 108))
     axes.grid(alpha=0.3)
