@@ -46,7 +46,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from time_to_loss.curves import Arm, time_to, time_to_keep
+from time_to_loss.curves import Arm, common_loss, ratio, time_to, time_to_keep
 from time_to_loss.data_parallel import Launcher
 from time_to_loss.decoupled import run_decoupled
 from time_to_loss.plot import draw
@@ -67,7 +67,6 @@ ARMS = {
     "dp-elastic": "data-parallel, elastic",
     "decoupled": "decoupled",
 }
-CALM = {"dp-calm", "decoupled-calm"}
 TOKENS, QUICK_TOKENS = 3_000_000, 150_000
 QUICK_TRACE_S = 20.0
 """Then failures end, or restarts would leave no time to train."""
@@ -109,14 +108,11 @@ def run_arm(key: str, options: argparse.Namespace, chance: RandomFaults, folder:
     return arm
 
 
-def common_loss(arms: dict[str, Arm]) -> float:
-    """What the worst of the arms under failures has at its end, so that all of these reach it."""
-    return max(arm.final_loss for key, arm in arms.items() if not key.endswith("calm") or set(arms) <= CALM)
-
-
 def print_table(arms: dict[str, Arm], loss: float) -> None:
-    def seconds(found: float | None) -> str:
-        return "never" if found is None else f"{found:.1f}"
+    def seconds(arm: Arm, found: float | None) -> str:
+        if found is None:
+            return "never" if arm.stopped_s is None else f"> {arm.stopped_s:.1f}"
+        return f"{found:.1f}"
 
     heads = {
         "": 28,
@@ -129,17 +125,9 @@ def print_table(arms: dict[str, Arm], loss: float) -> None:
     }
     print("\n" + "".join(f"{head:>{width}s}" for head, width in heads.items()))
     for arm in arms.values():
-        reached, kept = seconds(time_to(loss, arm.points)), seconds(time_to_keep(loss, arm.points))
+        reached, kept = seconds(arm, time_to(loss, arm.points)), seconds(arm, time_to_keep(loss, arm.points))
         print(f"{arm.name:28s}{len(arm.kills):8d}{reached:>14s}{kept:>14s}", end="")
         print(f"{arm.seconds:10.1f}{arm.final_loss:17.4f}{arm.start_up_s:10.1f}")
-
-
-def ratio(arms: dict[str, Arm], above: str, below: str, loss: float, for_good: bool = False) -> float | None:
-    if above not in arms or below not in arms:
-        return None
-    when = time_to_keep if for_good else time_to
-    mine, theirs = when(loss, arms[above].points), when(loss, arms[below].points)
-    return mine / theirs if mine is not None and theirs else None
 
 
 def print_bars(arms: dict[str, Arm], loss: float) -> None:
@@ -158,6 +146,8 @@ def print_bars(arms: dict[str, Arm], loss: float) -> None:
             ok = None if target is None else value <= target
             kept = ratio(arms, "decoupled", other, loss, for_good=True)
             more = {"for_good": round(kept, 4)} if kept is not None else {}
+            if time_to(loss, arms[other].points) is None:
+                what += ", at most"
             print(json.dumps({"bar": what, "value": round(value, 4), "target": target, "ok": ok, **more}))
 
 
@@ -184,7 +174,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mtbf", type=float, help="seconds between failures of a worker (default: the plan's)")
     parser.add_argument("--away", type=float, help="seconds for which it is away, on average (default: the plan's)")
     parser.add_argument("--sample-every", type=float, default=8.0, help="seconds between copies (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which trace and data-parallel arm end")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=3600.0,
+        help="seconds after which failures end and a data-parallel arm is stopped; its curve until then is kept",
+    )
     parser.add_argument(
         "--out", type=Path, help="for the curves (default: results/failures/time_to_loss.json; none if --quick)"
     )

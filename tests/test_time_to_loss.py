@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from time_to_loss.curves import shares_of, time_to, time_to_keep, weight_of, young_daly_s
+from time_to_loss.curves import Arm, common_loss, ratio, shares_of, time_to, time_to_keep, weight_of, young_daly_s
 
 CURVE = [(0.0, 5.0), (10.0, 3.0), (20.0, 3.5), (30.0, 1.0)]
 
@@ -28,6 +28,18 @@ def test_a_loss_is_kept_from_where_the_curve_last_crosses_it(loss: float, second
 def test_a_loss_below_the_curve_is_never_reached() -> None:
     assert time_to(0.9, CURVE) is None
     assert time_to(1.0, []) is None
+
+
+def test_an_arm_that_was_stopped_makes_the_ratio_an_upper_bound() -> None:
+    """Its own loss is no aim for the others, and it counts as if it had reached theirs when it was stopped."""
+    decoupled = Arm("decoupled", [(0.0, 5.0), (10.0, 1.0)])
+    ended = Arm("dp", [(0.0, 5.0), (40.0, 1.0)])
+    stopped = Arm("dp", [(0.0, 5.0), (20.0, 3.0)], stopped_s=25.0)
+    assert common_loss({"dp-restart": stopped, "decoupled": decoupled}) == 1.0
+    assert ratio({"dp-restart": stopped, "decoupled": decoupled}, "decoupled", "dp-restart", 1.0) == 10.0 / 25.0
+    assert ratio({"dp-restart": ended, "decoupled": decoupled}, "decoupled", "dp-restart", 1.0) == 10.0 / 40.0
+    # What it did reach takes as long as it took.
+    assert ratio({"dp-restart": stopped, "decoupled": decoupled}, "decoupled", "dp-restart", 3.0) == 5.0 / 20.0
 
 
 @pytest.mark.parametrize("cost_s, mtbf_s", [(0.01, 60.0), (0.5, 60.0), (2.0, 600.0)])

@@ -28,6 +28,8 @@ TABLES = ROOT / "results" / "QUALITY.md"
 PLOT = ROOT / "docs" / "images" / "quality.svg"
 NOT_OF_THE_HARNESS = {"gpu_smoke"}
 """Runs of real processes, described in results/LOG.md."""
+FIRST_PICTURE_MODELS = {"vision_10m"}
+"""Models of pictures began otherwise then, so that these runs are compared with each other alone."""
 
 Row = dict[str, Any]
 
@@ -36,7 +38,8 @@ def read() -> dict[str, list[Row]]:
     found = {}
     for path in sorted(DATA.glob("*.jsonl")):
         if path.stem not in NOT_OF_THE_HARNESS:
-            found[path.stem] = [json.loads(line) for line in path.read_text().splitlines()]
+            model = "first" if path.stem in FIRST_PICTURE_MODELS else "now"
+            found[path.stem] = [{**json.loads(line), "model": model} for line in path.read_text().splitlines()]
     return found
 
 
@@ -46,7 +49,7 @@ def compared_with(row: Row) -> tuple[Any, ...]:
     train, data = config["train"], config["data"]
     model = from_mapping(ModelConfig, config["model"])  # with what was not there to be set when the run was made
     return (
-        row.get("subject", "text"), model, data["corpus"], data["path"],
+        row.get("subject", "text"), row["model"], model, data["corpus"], data["path"],
         train["tokens"], train["batch"] * config["islands"]["count"], train["optimizer"], train["seed"],
     )  # fmt: skip
 

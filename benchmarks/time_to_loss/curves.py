@@ -9,6 +9,8 @@ from itertools import pairwise
 
 Point = tuple[float, float]
 """(seconds since training began, validation loss)"""
+CALM = {"dp-calm", "decoupled-calm"}
+"""Arms without failures."""
 
 
 @dataclass
@@ -24,10 +26,12 @@ class Arm:
     start_up_s: float = 0.0
     """From starting the first process to the first step, which the times above do not hold."""
     checkpoint_every_s: float | None = None
+    stopped_s: float | None = None
+    """When it was stopped before its budget was spent; whatever it had not reached then takes it longer than that."""
 
     @property
     def seconds(self) -> float:
-        """Of the whole budget."""
+        """Of the whole budget, or of what it came to."""
         return self.points[-1][0]
 
     @property
@@ -49,6 +53,22 @@ def time_to_keep(loss: float, points: Sequence[Point]) -> float | None:
     """When a curve comes down to a loss and stays there; None if it ends above. A lucky copy does not count."""
     above = [place for place, (_, value) in enumerate(points) if value > loss]
     return time_to(loss, points[above[-1] :] if above else points)
+
+
+def common_loss(arms: dict[str, Arm]) -> float:
+    """What the worst of the arms under failures has at its end, so that all of these reach it but those that were stopped."""
+    counted = {key: arm for key, arm in arms.items() if key not in CALM or set(arms) <= CALM}
+    ended = [arm.final_loss for arm in counted.values() if arm.stopped_s is None]
+    return max(ended or [arm.final_loss for arm in counted.values()])
+
+
+def ratio(arms: dict[str, Arm], above: str, below: str, loss: float, for_good: bool = False) -> float | None:
+    """Of the times to that loss; no less than it really is, where the arm below was stopped before it was there."""
+    if above not in arms or below not in arms:
+        return None
+    when = time_to_keep if for_good else time_to
+    mine, theirs = when(loss, arms[above].points), when(loss, arms[below].points) or arms[below].stopped_s
+    return mine / theirs if mine is not None and theirs else None
 
 
 def young_daly_s(cost_s: float, mtbf_s: float, floor_s: float) -> float:

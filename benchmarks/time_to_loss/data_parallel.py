@@ -58,8 +58,12 @@ class Launcher:
         launched_at = time.time()
         try:
             while not self._ended:
-                if time.time() - launched_at > self._limit_s:
-                    raise SystemExit(f"{self._arm.name} is not done after {self._limit_s:.0f} s; see --limit")
+                if time.time() - (self._began_at or launched_at) > self._limit_s:
+                    if self._began_at is None:
+                        raise SystemExit(f"{self._arm.name} has not begun after {self._limit_s:.0f} s; see --limit")
+                    self._arm.stopped_s = time.time() - self._began_at
+                    self._say("stopped before its budget is spent; see --limit")
+                    break
                 self._restart_if_possible()
                 time.sleep(POLL_S)
                 self._read_diary()
