@@ -143,12 +143,12 @@ def trend(found: dict[str, list[Row]], best: dict[tuple[Any, ...], float]) -> li
         lines.append(f"| {parameters / 1e6:.1f}M | {tokens / 1e6:.0f}M | {seeds} | {gap:+.2%} | {fitted:+.2%} |")
 
     def spread(column: int) -> str:
-        return f"{min(one[column] for one in without):.2f} to {max(one[column] for one in without):.2f}"
+        return f"{-max(one[column] for one in without):.2f} to {-min(one[column] for one in without):.2f}"
 
     return [
         *lines,
         "",
-        f"gap ≈ {scale:.2%} · (parameters / 11M)^-{size:.2f} · (tokens / 131M)^-{length:.2f}.",
+        f"gap ≈ {scale:.2%} · (parameters / 11M)^{-size:.2f} · (tokens / 131M)^{-length:.2f}.",
         f"Without one of the places the first exponent is {spread(1)}, the second {spread(2)}.",
         "Seeds move a gap by about 0.2 points, more than several of them are large.",
     ]
