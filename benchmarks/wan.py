@@ -58,6 +58,9 @@ ARMS: dict[str, SyncConfig | None] = {
 
 STEPS_TO_SETTLE = {"alone": 2, "dp": 1}
 """Under new conditions, before anything is counted. Where fragments are exchanged every one of them is, once."""
+WHOLE_STEPS = {"dp": 4, "diloco": 2 * DECOUPLED.every, "streaming": 2 * DECOUPLED.every}
+"""Those that wait for the network are measured over so many steps, and so over whole rounds, however long these take."""
+LONGEST_WINDOW_S = 150
 
 
 @dataclass
@@ -161,14 +164,13 @@ class Bench:
         settle(logs, STEPS_TO_SETTLE.get(arm, DECOUPLED.every))
         before = [dict(self._switch.ports[host].bytes) for host in self._islands]
         started = time.monotonic()
-        if arm == "dp":  # whole steps, of which a thin link allows few
+        if arm in WHOLE_STEPS:
             first = [steps_in(log)[-1] for log in logs]
-            while (
-                time.monotonic() - started < max(seconds, 150) and min(steps_in(log)[-1][1] for log in logs) < first[0][1] + 4
-            ):
+            until = first[0][1] + WHOLE_STEPS[arm]
+            while time.monotonic() - started < LONGEST_WINDOW_S and min(steps_in(log)[-1][1] for log in logs) < until:
                 time.sleep(0.05)
             last = [steps_in(log)[-1] for log in logs]
-            rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(first, last, strict=True)]
+            rates = [(b[1] - a[1]) / (b[0] - a[0]) if b > a else 0.0 for a, b in zip(first, last, strict=True)]
             steps = last[0][1] - first[0][1]
         else:
             time.sleep(seconds)

@@ -17,6 +17,7 @@ import run as quality  # noqa: E402
 from pictures import END, PAD, SIDE, Scenes  # noqa: E402
 from sequential import Conditions, SequentialRun, Stepper  # noqa: E402
 from subjects import HELD_OUT_SEED, build_subject, summary  # noqa: E402
+from teacher import Network, Questions  # noqa: E402
 
 from skerry.config import Config, from_mapping, tomllib  # noqa: E402
 from skerry.core.merge import FragmentState, nesterov  # noqa: E402
@@ -25,6 +26,7 @@ from skerry.train.job import build_optimizers  # noqa: E402
 
 CPU = torch.device("cpu")
 PICTURES = ["glyphs", "captions"]
+DRAWN = [*PICTURES, "teacher"]
 
 
 def arm(
@@ -58,7 +60,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", DRAWN)
 def test_a_sample_is_the_same_in_whatever_batch_it_is_read(name: str) -> None:
     draw = build_subject(name, arm(name).config, CPU).samples(3)
     whole = draw(1000, 37)
@@ -80,7 +82,7 @@ def test_text_samples_are_those_that_a_run_trains_on(tmp_path: Path) -> None:
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", DRAWN)
 def test_held_out_samples_and_those_of_other_seeds_are_different_ones(name: str) -> None:
     subject = build_subject(name, arm(name).config, CPU)
     held_out, _ = subject._source.batch(HELD_OUT_SEED, 0, 64)
@@ -92,12 +94,27 @@ def test_held_out_samples_and_those_of_other_seeds_are_different_ones(name: str)
         subject.samples(HELD_OUT_SEED)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", DRAWN)
 def test_samples_have_the_shapes_that_are_promised(name: str) -> None:
     subject = build_subject(name, arm(name).config, CPU)
     x, y = subject.samples(0)(0, 6)
     assert (x.shape, x.dtype) == ((6, *subject.sample.x_shape), subject.sample.x_dtype)
     assert (y.shape, y.dtype) == ((6, *subject.sample.y_shape), subject.sample.y_dtype)
+
+
+def test_answers_are_drawn_as_the_teacher_thinks_likely_and_nobody_does_better() -> None:
+    questions = Questions(CPU)
+    x, y = questions.batch(0, 0, 20_000)
+    likely = questions.teacher.logits(x).softmax(-1)
+    drawn = torch.nn.functional.one_hot(y, likely.shape[1]).float()
+    for among in (likely[:, 0] > likely[:, 0].median(), likely[:, 0] <= likely[:, 0].median()):
+        assert torch.allclose(drawn[among].mean(0), likely[among].mean(0), atol=0.02)
+    assert questions.above_the_teacher(questions.teacher, x).abs().max() < 1e-5
+    learner = Network(1)
+    above = questions.above_the_teacher(learner, x)
+    assert above.min() > -1e-5
+    expected = learner(x, y) - questions.teacher(x, y)
+    assert above.mean().item() == pytest.approx(expected.item(), abs=0.03)
 
 
 def test_a_caption_names_the_colour_that_is_in_the_picture() -> None:
@@ -144,7 +161,7 @@ def test_what_is_to_come_of_a_caption_and_other_samples_do_not_change_a_loss(nam
         assert torch.equal(counted, (y != PAD).float())
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", DRAWN)
 def test_a_few_steps_on_the_same_samples_lower_their_loss(name: str) -> None:
     it = arm(name, algorithm="dp")
     stepper = stepper_for(it)
@@ -229,6 +246,19 @@ def test_runs_end_although_islands_are_lost(algorithm: str, outage_steps: float)
     assert line["tokens"] >= it.config.train.tokens
 
 
+def test_the_accuracy_is_the_share_of_characters_named_rightly() -> None:
+    it = arm("glyphs")
+    subject = build_subject("glyphs", it.config, CPU)
+    model = subject.build(it.config, 0)
+    _, y = subject._source.batch(HELD_OUT_SEED, 0, 300)
+    common = int(y.bincount().argmax())
+    with torch.no_grad():
+        model.head.weight.zero_()  # all the same: the first class
+    assert subject.accuracy(model, 300 * subject.sample.tokens) == pytest.approx((y == 0).float().mean().item())
+    model.logits = lambda x: torch.nn.functional.one_hot(torch.full((len(x),), common), 94).float()
+    assert subject.accuracy(model, 300 * subject.sample.tokens) == pytest.approx((y == common).float().mean().item())
+
+
 def test_the_standard_error_is_that_of_a_mean_when_all_samples_count_the_same() -> None:
     losses = torch.tensor([3.0, 4.0, 8.0, 5.0])
     found = summary((2 * losses).tolist(), [2.0] * 4, 8)
@@ -244,5 +274,5 @@ def test_every_matrix_is_valid(path: Path) -> None:
 
 
 def test_an_unknown_subject_is_named() -> None:
-    with pytest.raises(ConfigError, match="subject must be one of text, glyphs, captions, got 'sounds'"):
+    with pytest.raises(ConfigError, match="subject must be one of text, glyphs, captions, teacher, got 'sounds'"):
         arm("sounds")

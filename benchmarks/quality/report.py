@@ -84,7 +84,7 @@ def table(rows: list[Row], best: dict[tuple[Any, ...], float]) -> list[str]:
     for name, same in by_setting(rows).items():
         gaps = [gap_of(row, best) for row in same]
         known = [gap for gap in gaps if gap is not None]
-        losses = " / ".join(f"{row['loss']:.4f}" for row in same)
+        losses = " / ".join(f"{row['loss']:.4f}" + (f" ({row['accuracy']:.1%})" if "accuracy" in row else "") for row in same)
         shown = " / ".join("–" if gap is None else f"{gap:+.2%}" for gap in gaps)
         mean = f"{sum(known) / len(known):+.2%}" if known else "–"
         islands = "data-parallel" if same[0]["algorithm"] == "dp" else str(same[0]["islands"])
@@ -175,7 +175,8 @@ def write() -> str:
         "",
         "Made by `python benchmarks/quality/report.py` from `results/quality/`. Each heading is a matrix of",
         "`benchmarks/quality/` and its data. Runs of one line differ in their seed. The gap is that to the best",
-        "data-parallel run with the same model, data, tokens, global batch, optimizer and seed.",
+        "data-parallel run with the same model, data, tokens, global batch, optimizer and seed. Percentages beside",
+        "losses are shares of held-out pictures that were named rightly.",
         "What was learnt from which table, and what is wrong with some, is in [LOG.md](LOG.md).",
         "",
         "## The gap of four islands as the model and the run grow",

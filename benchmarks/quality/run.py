@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from sequential import Conditions, SequentialRun, Stepper, run_data_parallel
-from subjects import Subject, build_subject, fitted, subject_key
+from subjects import GlyphSubject, Subject, build_subject, fitted, subject_key
 
 from skerry.config import Config, from_mapping, tomllib
 
@@ -157,6 +157,8 @@ def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
         standard_error=found.standard_error,
         parameters=sum(p.numel() for p in stepper.model.parameters()),
     )
+    if isinstance(stepper.subject, GlyphSubject):
+        line["accuracy"] = stepper.subject.accuracy(stepper.model, config.eval.final_tokens)
     return line
 
 

@@ -1,4 +1,4 @@
-"""What a quality run trains, and on what: text, pictures of characters, or pictures with captions.
+"""What a quality run trains, and on what: text, pictures of characters, pictures with captions, or a teacher's answers.
 
 A subject owns its data on the device and knows how to build and validate its model. It knows nothing of islands, optimizers
 or schedules. Sample number n of a seed is always the same, whatever the batch it is read in: that is what lets data-parallel
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from pictures import CAPTION_LENGTH, SIDE, Glyphs, Scenes
+from teacher import FEATURES, Network, Questions
 from torch import Tensor, nn
 from vision import PATCHES, Captioner, PictureModel, ViT
 
@@ -30,6 +31,8 @@ from skerry.train.validate import Validation, validate
 
 HELD_OUT_SEED = -1
 """Training has seeds from 0, so this one's samples are never trained on."""
+_LEAST_LENGTH = 2
+"""A context has at least two tokens, so that is what a sample without any counts for."""
 _VALIDATED_AT_ONCE = 256
 _BLOCK = {"cpu": 256, "cuda": 4096}
 """Pictures drawn at once. Drawing takes hundreds of small operations, which would cost a GPU more time than a training step."""
@@ -101,11 +104,11 @@ class TextSubject:
         return validate(model, self._corpus, self._context, tokens, self._device)
 
 
-class _PictureSubject:
+class _DrawnSubject:
     """What the subjects that draw their own samples have in common."""
 
     sample: Sample
-    _source: Glyphs | Scenes
+    _source: Glyphs | Scenes | Questions
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -132,7 +135,6 @@ class _PictureSubject:
         return draw
 
     def validation(self, model: nn.Module, tokens: int) -> Validation:
-        assert isinstance(model, PictureModel)
         wanted = max(1, tokens // self.sample.tokens)
         sums: list[float] = []
         counts: list[float] = []
@@ -140,14 +142,20 @@ class _PictureSubject:
         with torch.no_grad():
             for start in range(0, wanted, _VALIDATED_AT_ONCE):
                 x, y = self._source.batch(HELD_OUT_SEED, start, min(_VALIDATED_AT_ONCE, wanted - start))
-                losses, counted = model.losses(x, y)
-                sums += losses.sum(1).tolist()
-                counts += counted.sum(1).tolist()
+                losses, counted = self._losses(model, x, y)
+                sums += losses.tolist()
+                counts += counted.tolist()
         model.train()
         return summary(sums, counts, wanted * self.sample.tokens)
 
+    def _losses(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Nats of each sample, and what is counted of it."""
+        assert isinstance(model, PictureModel)
+        losses, counted = model.losses(x, y)
+        return losses.sum(1), counted.sum(1)
 
-class GlyphSubject(_PictureSubject):
+
+class GlyphSubject(_DrawnSubject):
     """Characters in many fonts, turned, shifted and noisy, and a vision transformer that names them."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -157,8 +165,19 @@ class GlyphSubject(_PictureSubject):
     def build(self, config: Config, seed: int) -> nn.Module:
         return ViT(config.model, Glyphs.CLASSES, seed)
 
+    def accuracy(self, model: nn.Module, tokens: int) -> float:
+        """Share of the held-out characters that it names rightly."""
+        assert isinstance(model, ViT)
+        wanted = max(1, tokens // self.sample.tokens)
+        right = 0
+        with torch.no_grad():
+            for start in range(0, wanted, _VALIDATED_AT_ONCE):
+                x, y = self._source.batch(HELD_OUT_SEED, start, min(_VALIDATED_AT_ONCE, wanted - start))
+                right += int((model.logits(x).argmax(-1) == y).sum())
+        return right / wanted
 
-class CaptionSubject(_PictureSubject):
+
+class CaptionSubject(_DrawnSubject):
     """Scenes of coloured shapes, and a decoder that reads the picture and writes what is in it."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -170,6 +189,22 @@ class CaptionSubject(_PictureSubject):
         return Captioner(config.model, seed)
 
 
+class TeacherSubject(_DrawnSubject):
+    """A small network that learns what another one thinks likely, from one drawn answer a question."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._source: Questions = Questions(device)
+        self.sample = Sample((FEATURES,), torch.float32, (), torch.long, _LEAST_LENGTH)
+
+    def build(self, config: Config, seed: int) -> nn.Module:
+        return Network(seed)
+
+    def _losses(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(model, Network)
+        losses = self._source.above_the_teacher(model, x)
+        return losses, torch.ones_like(losses)
+
+
 def summary(sums: list[float], counts: list[float], tokens: int) -> Validation:
     """Mean loss over everything counted, with the standard error of that ratio over samples."""
     samples, counted = len(sums), sum(counts)
@@ -179,11 +214,12 @@ def summary(sums: list[float], counts: list[float], tokens: int) -> Validation:
     return Validation(mean, math.sqrt(variance * samples) / counted, tokens)
 
 
-_OF_THEIR_OWN_LENGTH = {"glyphs": PATCHES, "captions": PATCHES + CAPTION_LENGTH}
+_OF_THEIR_OWN_LENGTH = {"glyphs": PATCHES, "captions": PATCHES + CAPTION_LENGTH, "teacher": _LEAST_LENGTH}
 SUBJECTS: dict[str, Callable[[Config, torch.device], Subject]] = {
     "text": TextSubject,
     "glyphs": GlyphSubject,
     "captions": CaptionSubject,
+    "teacher": TeacherSubject,
 }
 
 
