@@ -1,6 +1,6 @@
-"""Run a matrix of training runs from a TOML file and append one JSON line for each to results/quality/NAME.jsonl.
+"""Run matrices of training runs from TOML files and append one JSON line for each run to results/quality/NAME.jsonl.
 
-    python benchmarks/quality/run.py benchmarks/quality/begin.toml [--only PATTERN] [--minutes 9]
+    python benchmarks/quality/run.py benchmarks/quality/begin_11m.toml [MORE.toml ...] [--only PATTERN] [--workers 4]
 
 A line that is there already is not run again, so an interrupted matrix goes on where it was. The file has a [base] table
 (settings as in a config file), then [[arm]] tables: `name`, dotted settings to change, optional `seeds`, `conditions` and
@@ -32,6 +32,7 @@ from sequential import Conditions, SequentialRun, Stepper, run_data_parallel
 from subjects import GlyphSubject, Subject, build_subject, fitted, subject_key
 
 from skerry.config import Config, from_mapping, tomllib
+from skerry.errors import SkerryError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -187,62 +188,84 @@ def claimed(claims: Path | None, name: str) -> bool:
     return True
 
 
+def read_matrix(path: Path, corpus_path: str | None) -> dict[str, Any]:
+    matrix = tomllib.loads(path.read_text())
+    matrix["corpus"] = matrix["base"].get("data", {}).get("path", "")
+    if corpus_path:
+        put(matrix["base"], "data.path", corpus_path)
+    return matrix
+
+
+class Bench:
+    """Does runs one after the other, and keeps what the next one may need again: data on the device, compiled steps."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._held: tuple[Any, Subject] | None = None
+        self._stepper_for: dict[Any, Stepper] = {}
+
+    def stepper(self, arm: Arm) -> Stepper:
+        key = subject_key(arm.subject, arm.config)
+        if self._held is None or self._held[0] != key:
+            # One subject at a time: its data may take much of the device's memory.
+            self._stepper_for.clear()
+            self._held = key, build_subject(arm.subject, arm.config, self.device)
+        if arm.shape not in self._stepper_for:
+            if self.device.type == "cpu":
+                self._stepper_for.clear()
+            self._stepper_for[arm.shape] = Stepper(arm.config, self._held[1], self.device, arm.batch)
+        return self._stepper_for[arm.shape]
+
+    def do(self, arm: Arm, matrix: dict[str, Any]) -> dict[str, Any]:
+        stepper = self.stepper(arm)
+        began = time.monotonic()
+        line = train(arm, stepper)
+        line.update(
+            seconds=time.monotonic() - began,
+            device=torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+            config=as_recorded(arm.config, matrix),
+            conditions=dataclasses.asdict(arm.conditions),
+        )
+        return line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("matrix", type=Path)
+    parser.add_argument("matrices", type=Path, nargs="+", metavar="MATRIX.toml")
     parser.add_argument("--only", default="*")
     parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "quality", help="folder (default: results/quality)")
     parser.add_argument("--corpus-path", help="folder to read instead of the matrix's data.path")
-    parser.add_argument("--workers", type=int, default=1, help="processes that share the matrix and the GPU")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the matrices and the GPU")
     parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.workers > 1 and options.claims is None:
         share_out(options.workers)
         return
-    started = time.monotonic()
-    matrix = tomllib.loads(options.matrix.read_text())
-    matrix["corpus"] = matrix["base"].get("data", {}).get("path", "")
-    if options.corpus_path:
-        put(matrix["base"], "data.path", options.corpus_path)
-    out = options.out or ROOT / "results" / "quality" / f"{options.matrix.stem}.jsonl"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    done = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    started, last_s = time.monotonic(), 0.0
+    options.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
-    held: tuple[Any, Subject] | None = None
-    stepper_for: dict[Any, Stepper] = {}
-    last_s = 0.0
-    for arm in arms(matrix):
-        if arm.name in done or not fnmatch.fnmatch(arm.name, options.only):
-            continue
-        if (time.monotonic() - started + last_s) / 60 > options.minutes:
-            print("out of time; the rest waits for the next call", flush=True)
-            break
-        if not claimed(options.claims, arm.name):
-            continue
-        key = subject_key(arm.subject, arm.config)
-        if held is None or held[0] != key:
-            # One subject at a time: its data may take much of the device's memory.
-            stepper_for.clear()
-            held = key, build_subject(arm.subject, arm.config, device)
-        if arm.shape not in stepper_for:
-            if device.type == "cpu":
-                stepper_for.clear()
-            stepper_for[arm.shape] = Stepper(arm.config, held[1], device, arm.batch)
-        began = time.monotonic()
-        line = train(arm, stepper_for[arm.shape])
-        line.update(
-            seconds=time.monotonic() - began,
-            device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            config=as_recorded(arm.config, matrix),
-            conditions=dataclasses.asdict(arm.conditions),
-        )
-        last_s = line["seconds"]
-        with out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(f"{arm.name:60s} loss {line['loss']:.4f} ±{line['standard_error']:.4f}  {line['seconds']:.1f} s", flush=True)
+    bench = Bench()
+    for path in options.matrices:
+        matrix, out = read_matrix(path, options.corpus_path), options.out / f"{path.stem}.jsonl"
+        done = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
+        for arm in arms(matrix):
+            if arm.name in done or not fnmatch.fnmatch(arm.name, options.only):
+                continue
+            if (time.monotonic() - started + last_s) / 60 > options.minutes:
+                print("out of time; the rest waits for the next call", flush=True)
+                return
+            if not claimed(options.claims, f"{path.stem}/{arm.name}"):
+                continue
+            line = bench.do(arm, matrix)
+            last_s = line["seconds"]
+            with out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{arm.name:60s} loss {line['loss']:.4f} ±{line['standard_error']:.4f}  {last_s:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (SkerryError, OSError, tomllib.TOMLDecodeError) as error:
+        raise SystemExit(f"run: {error}") from None
