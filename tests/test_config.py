@@ -105,6 +105,8 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(path: str, value: ob
         ("sync.outer_lr", 0.0, "> 0"),
         ("sync.outer_lr", float("nan"), "> 0"),
         ("sync.outer_momentum", 1.0, "in [0, 1)"),
+        ("sync.final_outer_lr", 0.0, "in (0, 1]"),
+        ("sync.final_outer_lr", 1.1, "in (0, 1]"),
         ("sync.staleness", -1, ">= 0"),
         ("sync.blend", 0.0, "in (0, 1]"),
         ("sync.blend", 1.1, "in (0, 1]"),

@@ -6,7 +6,7 @@ Writes results/QUALITY.md from results/quality/*.jsonl, and docs/images/quality.
 says whether the tables are as the data has them.
 
 The gap of a run is its loss over that of data-parallel training, minus one: of the data-parallel runs with the same model,
-data, tokens, global batch, optimizer and seed the one with the lowest loss, whatever its learning rate.
+data, tokens, global batch, optimizer and seed, validated on as much, the one with the lowest loss, whatever its learning rate.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def compared_with(row: Row) -> tuple[Any, ...]:
     return (
         row.get("subject", "text"), row["model"], model, data["corpus"], data["path"],
         train["tokens"], train["batch"] * config["islands"]["count"], train["optimizer"], train["seed"],
+        config["eval"]["final_tokens"],
     )  # fmt: skip
 
 
@@ -175,8 +176,8 @@ def write() -> str:
         "",
         "Made by `python benchmarks/quality/report.py` from `results/quality/`. Each heading is a matrix of",
         "`benchmarks/quality/` and its data. Runs of one line differ in their seed. The gap is that to the best",
-        "data-parallel run with the same model, data, tokens, global batch, optimizer and seed. Percentages beside",
-        "losses are shares of held-out pictures that were named rightly.",
+        "data-parallel run with the same model, data, tokens, global batch, optimizer and seed, validated on as much.",
+        "Percentages beside losses are shares of held-out pictures that were named rightly.",
         "What was learnt from which table, and what is wrong with some, is in [LOG.md](LOG.md).",
         "",
         "## The gap of four islands as the model and the run grow",

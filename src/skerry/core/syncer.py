@@ -770,7 +770,14 @@ class SyncerCore:
         presence = len(shares) / expected if self.sync.damp_absent else 1.0
         stage = self.schedule.stage(gathering.step)
         version = fragment.version + 1
-        actions.append(Merge(index, version, gathering.step, shares, stage.outer_lr, stage.outer_momentum, presence, expected))
+        outer_lr = stage.outer_lr * self._outer_share()
+        actions.append(Merge(index, version, gathering.step, shares, outer_lr, stage.outer_momentum, presence, expected))
+
+    def _outer_share(self) -> float:
+        """How much of the outer learning rate is left at this place in the budget."""
+        spent = min(self.tokens / self.sync.budget_tokens, 1.0) if self.sync.budget_tokens else 0.0
+        final = self.sync.final_outer_lr
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * spent))
 
     def _given_up(self, fragment: FragmentProgress, now: float) -> bool:
         """It is away for so long that nobody waits for it any more."""
