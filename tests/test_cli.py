@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import subprocess
 import sys
@@ -179,8 +180,8 @@ def test_hugging_face_example_is_short_and_learns() -> None:
     assert len(example.read_text().splitlines()) < 40
     found = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=110)
     assert found.returncode == 0, found.stderr
-    losses = {
-        tuple(line.split()[1:4:2]): float(line.split()[5]) for line in found.stdout.splitlines() if line.startswith("island")
-    }
+    # Unbuffered, the end of a line is written by itself, and another island's line may come before it.
+    said = re.findall(r"island (\d) step +(\d+) loss (\d+\.\d{3})", found.stdout)
+    losses = {(island, step): float(loss) for island, step, loss in said}
     for island in ("0", "1"):
         assert losses[island, "99"] < 0.7 * losses[island, "0"]
