@@ -299,10 +299,10 @@ def bars(found: list[Measured]) -> list[dict[str, object]]:
                 bar = f"times as fast as dp, {arm}"
                 lines.append({"bar": bar, "value": round(times, 1), "target": 20, "ok": times > 20, **at})
     for arm, target in (("decoupled bf16", 24), ("decoupled int4", 90), ("decoupled topk, H = 96", 1000)):
-        mine_or_none = max((mean for mean in means if mean.arm == arm), key=lambda mean: mean.mbit, default=None)
-        if mine_or_none is not None and dp_means:
-            dp = max(dp_means, key=lambda mean: mean.mbit)
-            times = (dp.up_bytes + dp.down_bytes) / (mine_or_none.up_bytes + mine_or_none.down_bytes)
+        mine_means = [mean for mean in means if mean.arm == arm]
+        if mine_means and dp_means:
+            mine, dp = (max(of, key=lambda mean: mean.mbit) for of in (mine_means, dp_means))
+            times = (dp.up_bytes + dp.down_bytes) / (mine.up_bytes + mine.down_bytes)
             bar = f"fewer bytes a step than dp, {arm}"
             lines.append({"bar": bar, "value": round(times, 1), "target": target, "ok": times >= target})
     return lines

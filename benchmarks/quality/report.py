@@ -38,8 +38,8 @@ def read() -> dict[str, list[Row]]:
     found = {}
     for path in sorted(DATA.glob("*.jsonl")):
         if path.stem not in NOT_OF_THE_HARNESS:
-            model = "first" if path.stem in FIRST_PICTURE_MODELS else "now"
-            found[path.stem] = [{**json.loads(line), "model": model} for line in path.read_text().splitlines()]
+            first = path.stem in FIRST_PICTURE_MODELS
+            found[path.stem] = [{**json.loads(line), "first_models": first} for line in path.read_text().splitlines()]
     return found
 
 
@@ -49,7 +49,7 @@ def compared_with(row: Row) -> tuple[Any, ...]:
     train, data = config["train"], config["data"]
     model = from_mapping(ModelConfig, config["model"])  # with what was not there to be set when the run was made
     return (
-        row.get("subject", "text"), row["model"], model, data["corpus"], data["path"],
+        row.get("subject", "text"), row["first_models"], model, data["corpus"], data["path"],
         train["tokens"], train["batch"] * config["islands"]["count"], train["optimizer"], train["seed"],
         config["eval"]["final_tokens"],
     )  # fmt: skip

@@ -7,7 +7,6 @@ device and learners' states are swapped through it, so a GPU compiles and captur
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import random
@@ -221,13 +220,13 @@ class SequentialRun:
         pieces = self.layout.fragments[index].pieces
         return torch.cat([tensors[p.tensor].reshape(-1)[p.start : p.stop].float() for p in pieces])
 
-    def _write(self, tensors: list[Tensor], index: int, change: Tensor) -> None:
+    def _write(self, tensors: list[Tensor], index: int, change: Tensor, adopt: str = "overwrite") -> None:
         pieces = self.layout.fragments[index].pieces
         for piece, part in zip(pieces, change.split([p.numel for p in pieces]), strict=True):
             target = tensors[piece.tensor].view(-1)[piece.start : piece.stop]
-            if self.sync.adopt == "carry":
+            if adopt == "carry":
                 target.add_(part)
-            elif self.sync.adopt == "blend":
+            elif adopt == "blend":
                 target.lerp_(part, self.sync.blend)
             else:
                 target.copy_(part)
@@ -314,7 +313,7 @@ class SequentialRun:
             if self.sync.adopt == "carry":
                 change = values - given.get(since, learner.base[version.fragment])
                 learner.snapshots[version.fragment] = {at: kept + change for at, kept in given.items() if at > since}
-            self._write(learner.weights, version.fragment, change)
+            self._write(learner.weights, version.fragment, change, self.sync.adopt)
             learner.base[version.fragment] = values
             feedback = learner.feedback[version.fragment]
             if feedback is not None:
@@ -425,9 +424,7 @@ class SequentialRun:
             values = self.states[index].public
             learner.base[index] = values
             learner.feedback[index] = Feedback(KEPT_GIVES) if self._with_feedback else None
-            adopt, self.sync = self.sync, dataclasses.replace(self.sync, adopt="overwrite")
             self._write(learner.weights, index, values)
-            self.sync = adopt
             learner.exchange.adopted(Version(index, version, 0, 0))
         self._dispatch(m.Ready(learner.name))
 
@@ -446,9 +443,7 @@ class SequentialRun:
 
     def load_global(self) -> None:
         for index, state in enumerate(self.states):
-            adopt, self.sync = self.sync, dataclasses.replace(self.sync, adopt="overwrite")
             self._write(self.stepper.tensors, index, state.values)
-            self.sync = adopt
 
 
 def run_data_parallel(config: Config, stepper: Stepper, samples: Draw, on_progress: Callable[[int], None] | None = None) -> int:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -135,18 +135,21 @@ class _DrawnSubject:
         return draw
 
     def validation(self, model: nn.Module, tokens: int) -> Validation:
-        wanted = max(1, tokens // self.sample.tokens)
         sums: list[float] = []
         counts: list[float] = []
         model.eval()
         with torch.no_grad():
-            for start in range(0, wanted, _VALIDATED_AT_ONCE):
-                x, y = self._source.batch(HELD_OUT_SEED, start, min(_VALIDATED_AT_ONCE, wanted - start))
+            for x, y in self._held_out(tokens):
                 losses, counted = self._losses(model, x, y)
                 sums += losses.tolist()
                 counts += counted.tolist()
         model.train()
-        return summary(sums, counts, wanted * self.sample.tokens)
+        return summary(sums, counts, len(sums) * self.sample.tokens)
+
+    def _held_out(self, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        wanted = max(1, tokens // self.sample.tokens)
+        for start in range(0, wanted, _VALIDATED_AT_ONCE):
+            yield self._source.batch(HELD_OUT_SEED, start, min(_VALIDATED_AT_ONCE, wanted - start))
 
     def _losses(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Nats of each sample, and what is counted of it."""
@@ -168,13 +171,9 @@ class GlyphSubject(_DrawnSubject):
     def accuracy(self, model: nn.Module, tokens: int) -> float:
         """Share of the held-out characters that it names rightly."""
         assert isinstance(model, ViT)
-        wanted = max(1, tokens // self.sample.tokens)
-        right = 0
         with torch.no_grad():
-            for start in range(0, wanted, _VALIDATED_AT_ONCE):
-                x, y = self._source.batch(HELD_OUT_SEED, start, min(_VALIDATED_AT_ONCE, wanted - start))
-                right += int((model.logits(x).argmax(-1) == y).sum())
-        return right / wanted
+            right = torch.cat([model.logits(x).argmax(-1) == y for x, y in self._held_out(tokens)])
+        return int(right.sum()) / len(right)
 
 
 class CaptionSubject(_DrawnSubject):

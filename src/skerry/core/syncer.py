@@ -70,7 +70,7 @@ from skerry.core.messages import (
 )
 from skerry.core.quorum import GraceWindow
 from skerry.core.rollback import Rollback
-from skerry.core.schedule import Schedule
+from skerry.core.schedule import Schedule, half_cosine
 from skerry.core.standing import Counted, FragmentProgress, LearnerState, Round, RunPhase, Standing
 
 RETRY_STORE_S = 1.0
@@ -775,9 +775,8 @@ class SyncerCore:
 
     def _outer_share(self) -> float:
         """How much of the outer learning rate is left at this place in the budget."""
-        spent = min(self.tokens / self.sync.budget_tokens, 1.0) if self.sync.budget_tokens else 0.0
-        final = self.sync.final_outer_lr
-        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * spent))
+        budget = self.sync.budget_tokens
+        return half_cosine(self.tokens / budget, self.sync.final_outer_lr) if budget else 1.0
 
     def _given_up(self, fragment: FragmentProgress, now: float) -> bool:
         """It is away for so long that nobody waits for it any more."""

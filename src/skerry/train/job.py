@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from skerry.config import Config, TrainConfig
 from skerry.core.leases import Pool, Range
+from skerry.core.schedule import half_cosine
 from skerry.data.corpus import Corpus, load_corpus
 from skerry.data.windows import Windows
 from skerry.errors import ConfigError
@@ -50,7 +50,7 @@ def lr_factor(progress: float, train: TrainConfig) -> float:
     if progress < train.warmup:
         return max(progress / train.warmup, 0.02)
     share = (progress - train.warmup) / (1 - train.warmup)
-    return train.final_lr + (1 - train.final_lr) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+    return half_cosine(share, train.final_lr)
 
 
 @dataclass
