@@ -184,7 +184,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, help="for the curves (default: results/failures/time_to_loss.json; none if --quick)"
     )
     parser.add_argument("--plot", type=Path, nargs="?", const=ROOT / "docs" / "images" / "time-to-loss.svg", help="draw them")
-    parser.add_argument("--saved", type=Path, help="run nothing: table, bars and plot of the curves in this file")
+    parser.add_argument(
+        "--saved", type=Path, nargs="+", help="run nothing: table, bars and plot of the curves in these files of one job"
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.mtbf, options.away = options.mtbf or 10.0, options.away or 3.0
@@ -204,8 +206,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.saved is not None:
-        saved = json.loads(options.saved.read_text())["arms"]
-        show({key: Arm(**values) for key, values in saved.items()}, options.plot)
+        show(saved_arms(options.saved), options.plot)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     if shutil.which("taskset") is None:
@@ -223,6 +224,20 @@ def main() -> None:
             if options.out is not None:
                 keep(arms, options, chance)
     show(arms, options.plot)
+
+
+def saved_arms(paths: Sequence[Path]) -> dict[str, Arm]:
+    """Arms may be run apart, on cores of their own; they must have had the same job and failures."""
+    arms: dict[str, Arm] = {}
+    first: dict[str, object] = {}
+    for path in paths:
+        found = json.loads(path.read_text())
+        curves = found.pop("arms")
+        first = first or found
+        if found != first:
+            raise SystemExit(f"{path} is of another job, or of other failures, than {paths[0]}")
+        arms.update((key, Arm(**values)) for key, values in curves.items())
+    return arms
 
 
 def keep(arms: dict[str, Arm], options: argparse.Namespace, chance: RandomFaults) -> None:
