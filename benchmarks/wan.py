@@ -318,7 +318,7 @@ def draw(means: list[Measured], path: Path) -> None:
     for arm in dict.fromkeys(mean.arm for mean in means):
         points = sorted((mean.mbit, 100 * mean.share) for mean in means if mean.arm == arm)
         axes.plot(*zip(*points, strict=True), marker="o", label=arm)
-    axes.set(xscale="log", xlabel="bandwidth of an island's link, Mbit/s", ylabel="utilisation, %", ylim=(0, 108))
+    axes.set(xscale="log", xlabel="bandwidth of an island's link, Mbit/s", ylabel="utilisation, %", ylim=(0, 115))
     axes.grid(alpha=0.3)
     axes.legend(loc="center right")
     figure.tight_layout()

@@ -268,6 +268,15 @@ def test_resolving_fills_in_budget_beginning_and_islands() -> None:
     assert config.sync.begin.steps == 10, "half the budget, in steps that all islands take together"
 
 
+def test_a_run_begins_with_a_tenth_unless_told_otherwise() -> None:
+    job = {"train": {"tokens": 64_000, "batch": 4}, "model": {"context": 100}, "islands": {"count": 8}}
+    assert from_mapping(Config, job).resolved().sync.begin == BeginConfig(steps=2, every=4)
+    assert from_mapping(Config, {**job, "begin_share": 0.0}).resolved().sync.begin.steps == 0
+    assert from_mapping(Config, {**job, "sync": {"every": 2}}).resolved().sync.begin == BeginConfig(steps=2, every=2)
+    with pytest.raises(ConfigError, match=r"sync.begin.every must be at most sync.every, got 8"):
+        from_mapping(Config, {**job, "sync": {"every": 6, "begin": {"every": 8}}}).resolved()
+
+
 def test_a_beginning_given_in_steps_goes_before_one_given_as_a_share() -> None:
     config = from_mapping(Config, {"begin_share": 0.5, "sync": {"begin": {"steps": 7}}}).resolved()
     assert config.sync.begin.steps == 7

@@ -246,6 +246,27 @@ def test_runs_end_although_islands_are_lost(algorithm: str, outage_steps: float)
     assert line["tokens"] >= it.config.train.tokens
 
 
+@pytest.mark.parametrize("restore", ["own", "peer", "zero"])
+def test_an_island_that_is_back_has_the_optimizer_state_it_should(restore: str) -> None:
+    it = arm("glyphs", steps=24, conditions={"lost_share": 0.3, "outage_steps": 4.0, "restore": restore})
+    stepper = stepper_for(it)
+    run = SequentialRun(it.config, stepper, stepper.subject.samples(0), it.conditions)
+    come_back, returns = run._return, []
+
+    def watched(learner) -> None:
+        before = [tensor.clone() for tensor in learner.optimizer_state]
+        come_back(learner)
+        if learner.alive:
+            peer = run.learners[1 - learner.slot]
+            peer_state = peer.optimizer_state if peer.alive else [torch.zeros_like(tensor) for tensor in before]
+            wanted = {"own": before, "peer": peer_state, "zero": [torch.zeros_like(tensor) for tensor in before]}[restore]
+            returns.append(all(torch.equal(*pair) for pair in zip(learner.optimizer_state, wanted, strict=True)))
+
+    run._return = watched
+    run.run()
+    assert returns and all(returns)
+
+
 def test_the_accuracy_is_the_share_of_characters_named_rightly() -> None:
     it = arm("glyphs")
     subject = build_subject("glyphs", it.config, CPU)

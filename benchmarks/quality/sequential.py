@@ -28,6 +28,7 @@ from skerry.core.fragment_codec import fragment_codec
 from skerry.core.merge import FragmentState, merge, publish
 from skerry.core.syncer import SyncerCore
 from skerry.core.tensors import model_tensors
+from skerry.errors import ConfigError
 from skerry.train.job import build_optimizers, lr_factor
 
 
@@ -46,7 +47,11 @@ class Conditions:
     """Share of learner time lost to failures, each `outage_steps` long at random times."""
     outage_steps: float = 60.0
     restore: str = "own"
-    """Optimizer state of a learner that comes back: own, zero."""
+    """Optimizer state of a learner that comes back: own, peer (of the one that has come furthest), zero."""
+
+    def __post_init__(self) -> None:
+        if self.restore not in ("own", "peer", "zero"):
+            raise ConfigError(f"conditions.restore must be own, peer or zero, got {self.restore!r}")
 
 
 class Stepper:
@@ -412,7 +417,11 @@ class SequentialRun:
             return
         learner.alive = True
         learner.exchange = Exchange(self.sync, len(self.layout.fragments))
-        if self.conditions.restore == "zero":
+        peers = [other for other in self.learners if other.alive and other is not learner]
+        if self.conditions.restore == "peer" and peers:
+            furthest = max(peers, key=lambda peer: peer.exchange.step)
+            torch._foreach_copy_(learner.optimizer_state, furthest.optimizer_state)
+        elif self.conditions.restore != "own":
             torch._foreach_zero_(learner.optimizer_state)
         self._join(learner)
 

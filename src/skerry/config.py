@@ -302,7 +302,7 @@ class Config:
     """Folder of the run."""
     init: str = ""
     """A safetensors file to start from, instead of fresh weights from train.seed."""
-    begin_share: float = 0.0
+    begin_share: float = 0.1
     """Share of the budget the beginning lasts; sets sync.begin.steps when that is 0."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -321,7 +321,10 @@ class Config:
         step_tokens = self.train.batch * self.model.context * self.islands.count
         begin = sync.begin
         if begin.steps == 0 and self.begin_share > 0:
-            begin = dataclasses.replace(begin, steps=int(self.begin_share * self.train.tokens / step_tokens))
+            steps = int(self.begin_share * self.train.tokens / step_tokens)
+            # The default gives way to a smaller H; a number that was asked for does not.
+            first = min(begin.every, sync.every) if begin.every == BeginConfig.every else begin.every
+            begin = dataclasses.replace(begin, steps=steps, every=first)
         sync = dataclasses.replace(
             sync,
             begin=begin,
