@@ -22,8 +22,6 @@ class Blocks:
     unit = BLOCK
     name: str
     bits: int
-    whole_numbers = False
-    """Elements are even levels, for which there is a kernel that encodes them in one pass."""
     largest: float
     """What the largest element of a block is scaled to."""
 
@@ -31,12 +29,19 @@ class Blocks:
         return _blocks(numel) * (2 + BLOCK * self.bits // 8)
 
     def encode(self, vector: Tensor) -> Tensor:
-        if vector.is_cuda and self.whole_numbers and vector.numel():
+        if vector.is_cuda and vector.numel():
             from skerry.core import fused  # which needs a library that takes its time
 
-            data = fused.encode(vector, BLOCK, self.bits, self.largest)
-            if data is not None:
-                return data
+            if fused.trusted(self.name, vector.device, self.encode_in_one_pass, self.encode_in_parts):
+                return self.encode_in_one_pass(vector)
+        return self.encode_in_parts(vector)
+
+    def encode_in_one_pass(self, vector: Tensor) -> Tensor:
+        from skerry.core import fused
+
+        return fused.encode_blocks(vector, self.name, BLOCK, self.bits, self.largest)
+
+    def encode_in_parts(self, vector: Tensor) -> Tensor:
         parts = [self._encode(part) for part in torch.split(vector, SLICE)]
         return torch.cat([*(scales for scales, _ in parts), *(elements for _, elements in parts)])
 
@@ -68,7 +73,7 @@ class Blocks:
 
 
 class Int8(Blocks):
-    name, bits, largest, whole_numbers = "int8", 8, 127.0, True
+    name, bits, largest = "int8", 8, 127.0
 
     def _pack(self, scaled: Tensor) -> Tensor:
         return scaled.round_().to(torch.int8)
@@ -92,7 +97,7 @@ class Fp8(Blocks):
 class Int4(Blocks):
     """-7 to 7, as 1 to 15. A byte holds one element of the block's first half, low, and one of its second half, high."""
 
-    name, bits, largest, whole_numbers = "int4", 4, 7.0, True
+    name, bits, largest = "int4", 4, 7.0
 
     def _pack(self, scaled: Tensor) -> Tensor:
         return _nibbles(scaled.round_().add_(8.0).to(torch.uint8))

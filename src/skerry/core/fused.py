@@ -1,12 +1,15 @@
-"""Encoding on a GPU in one pass, where Triton is there to make the kernel: the same bytes as those of block_codecs.py.
+"""Encoding on a GPU in one pass, where Triton is there to make the kernels: the same bytes as those of block_codecs.py and
+topk_codec.py, which each kernel is held against before its first use on a device.
 
-The operations are those of block_codecs.py, one by one. Division is asked for with IEEE rounding, and numbers are rounded to
-whole ones by adding and subtracting one so large that nothing smaller than a whole is left beside it.
+The operations are those of the other two, one by one: no product and sum are rounded as one, division is asked for with IEEE
+rounding, and numbers are rounded to whole ones by adding and subtracting one so large that nothing smaller than a whole is
+left beside it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +25,54 @@ log = logging.getLogger("skerry.learner")
 
 ROWS = 32
 """Blocks that one program encodes."""
+KINDS = ("int8", "int4", "fp8", "e3m0")
+OPTIONS = {"enable_fp_fusion": False}
+"""A product and a sum stay two operations."""
 
 if triton is not None:
 
     @triton.jit
+    def _whole(scaled, largest):
+        return tl.minimum(tl.maximum((scaled + 12582912.0) - 12582912.0, -largest), largest)
+
+    @triton.jit
+    def _e4m3(scaled):
+        """Four bits of exponent and three of mantissa, to the nearest even one; below the smallest exponent steps of 1/512."""
+        bits = scaled.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        rounded = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
+        steps = ((tl.abs(scaled) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+        return tl.where(size < 0x3C800000, steps, rounded - (120 << 3)) | ((bits >> 24) & 0x80)
+
+    @triton.jit
+    def _power_of_two(scaled):
+        """How many of the borders between neighbours are not above it, and eight more if it is negative."""
+        size = tl.abs(scaled)
+        code = (size >= 0.0078125).to(tl.int32)
+        code += (size >= 0.0234375).to(tl.int32)
+        code += (size >= 0.046875).to(tl.int32)
+        code += (size >= 0.09375).to(tl.int32)
+        code += (size >= 0.1875).to(tl.int32)
+        code += (size >= 0.375).to(tl.int32)
+        code += (size >= 0.75).to(tl.int32)
+        return code + (scaled < 0.0).to(tl.int32) * 8
+
+    @triton.jit
+    def _code(scaled, largest, KIND: tl.constexpr):
+        """The element's bits, as a whole number."""
+        if KIND == 0:
+            return _whole(scaled, largest).to(tl.int32) & 255
+        elif KIND == 1:
+            return (_whole(scaled, largest) + 8.0).to(tl.int32)
+        elif KIND == 2:
+            return _e4m3(tl.minimum(tl.maximum(scaled, -largest), largest))
+        else:
+            return _power_of_two(tl.minimum(tl.maximum(scaled, -largest), largest))
+
+    @triton.jit
     def _encode_kernel(
         values, scales_out, bytes_out, numel, count, share, largest,
-        BLOCK: tl.constexpr, ROWS: tl.constexpr, NIBBLES: tl.constexpr,
+        BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
     ):  # fmt: skip
         half: tl.constexpr = BLOCK // 2
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -46,40 +90,81 @@ if triton is not None:
         upper = tl.where((reach < 1e-30) | bad, 0, upper)
         wide = (upper << 16).to(tl.float32, bitcast=True)
         inverse = tl.where(wide > 0.0, tl.math.div_rn(1.0, tl.where(wide > 0.0, wide, 1.0)), 0.0)
-        first = tl.where(bad[:, None], 0.0, first * inverse[:, None])
-        second = tl.where(bad[:, None], 0.0, second * inverse[:, None])
-        first = tl.minimum(tl.maximum((first + 12582912.0) - 12582912.0, -largest), largest)
-        second = tl.minimum(tl.maximum((second + 12582912.0) - 12582912.0, -largest), largest)
+        low = _code(tl.where(bad[:, None], 0.0, first * inverse[:, None]), largest, KIND)
+        high = _code(tl.where(bad[:, None], 0.0, second * inverse[:, None]), largest, KIND)
         there = rows < count
         tl.store(scales_out + rows, tl.where(bad, 0x7FC0, upper).to(tl.int16), mask=there)
-        if NIBBLES:
-            low = (first + 8.0).to(tl.int32)
-            high = (second + 8.0).to(tl.int32)
+        if KIND == 1 or KIND == 3:
             at = rows[:, None].to(tl.int64) * half + columns[None, :]
             tl.store(bytes_out + at, (low | (high << 4)).to(tl.uint8), mask=there[:, None])
         else:
             at = rows[:, None].to(tl.int64) * BLOCK + columns[None, :]
-            tl.store(bytes_out + at, first.to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True), mask=there[:, None])
-            tl.store(bytes_out + at + half, second.to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True), mask=there[:, None])
+            tl.store(bytes_out + at, low.to(tl.uint8), mask=there[:, None])
+            tl.store(bytes_out + at + half, high.to(tl.uint8), mask=there[:, None])
+
+    @triton.jit
+    def _largest_kernel(values, places_out, KEPT: tl.constexpr, CHUNK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        place = tl.arange(0, CHUNK)
+        # Without their sign, floats have the order of their bits.
+        size = tl.load(values + row * CHUNK + place).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        # The smallest size that is kept, bit by bit: the largest number that at least KEPT of them reach.
+        least = tl.zeros([1], dtype=tl.int32)
+        for bit in tl.static_range(31):
+            more = least + (1 << (30 - bit))
+            reached = tl.sum((size >= more).to(tl.int32), axis=0)
+            least = tl.where(reached >= KEPT, more, least)
+        above = size > least
+        equal = size == least
+        room = KEPT - tl.sum(above.to(tl.int32), axis=0)
+        kept = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room))
+        tl.store(places_out + row * KEPT + tl.cumsum(kept.to(tl.int32), axis=0) - 1, place, mask=kept)
 
 
-_usable = triton is not None
+_trusted: dict[tuple[str, torch.device], bool] = {}
 
 
-def encode(vector: Tensor, block: int, bits: int, largest: float) -> Tensor | None:
-    """The bytes of int8 or int4, or None where no kernel can be made."""
-    global _usable
-    if not _usable:
-        return None
-    try:
-        return encode_whole_numbers(vector, block, bits, largest)
-    except Exception as error:  # no compiler, a device that is too old, a Triton that knows other words
-        _usable = False
-        log.warning("contributions are encoded in several passes: Triton made no kernel (%s)", error)
-        return None
+def trusted(name: str, device: torch.device, kernel: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a kernel can be made for that device and gives the bytes that it should; found out once for each codec."""
+    if triton is None:
+        return False
+    key = name, device
+    if key not in _trusted:
+        try:
+            sample = trial(device)
+            _trusted[key] = torch.equal(kernel(sample), plain(sample))
+            why = "" if _trusted[key] else "what it made encodes otherwise"
+        except Exception as error:  # no compiler, a device that is too old, a Triton that knows other words
+            _trusted[key], why = False, str(error)
+        if why:
+            log.warning("contributions in %s are encoded in several passes: Triton made no kernel (%s)", name, why)
+    return _trusted[key]
 
 
-def encode_whole_numbers(vector: Tensor, block: int, bits: int, largest: float) -> Tensor:
+def trial(device: torch.device) -> Tensor:
+    """Of all magnitudes; with equal ones, zeros, ones that count as zeros, ones in the middle between two levels, and ones so
+    near to it that rounding a product and a sum as one would show. The last block is not full."""
+    generator = torch.Generator().manual_seed(0)
+    anything = torch.randn(96, 128, generator=generator) * 10.0 ** (torch.arange(96) % 75 - 37)[:, None]
+    equal = torch.randint(-3, 4, (32, 128), generator=generator).float()
+    sparse = torch.randn(32, 128, generator=generator) * torch.arange(128).remainder(50).eq(0)
+    halves = []
+    for largest in (7, 127):
+        scales = (torch.rand(64, 1, generator=generator) + 0.5).to(torch.bfloat16).float()
+        middle = (torch.randint(-largest, largest, (64, 128), generator=generator) + 0.5) * scales
+        middle[:, 0] = largest * scales[:, 0]
+        halves.append(middle)
+    eight_bits = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = torch.cat([eight_bits[-1:], (eight_bits[1:] + eight_bits[:-1]) / 2, eight_bits[:1]])
+    edges = torch.tensor([2.0**-7, *(0.75 * 2.0**-power for power in range(6))])
+    around = torch.cat([edges, edges.nextafter(torch.zeros(())), edges.nextafter(torch.ones(()))])
+    powers = torch.cat([torch.ones(1), around, -around, torch.zeros(85)])
+    last = torch.randn(1, generator=generator)
+    parts = (anything, equal, sparse, *halves, between, -between, powers, last)
+    return torch.cat([part.flatten() for part in parts]).to(device)
+
+
+def encode_blocks(vector: Tensor, name: str, block: int, bits: int, largest: float) -> Tensor:
     vector = vector.float().contiguous()
     count = -(-vector.numel() // block)
     data = torch.empty(count * (2 + block * bits // 8), dtype=torch.uint8, device=vector.device)
@@ -88,6 +173,16 @@ def encode_whole_numbers(vector: Tensor, block: int, bits: int, largest: float) 
     share = float(torch.tensor(1.0 / largest, dtype=torch.float32))
     grid: Any = (-(-count // ROWS),)
     _encode_kernel[grid](
-        vector, scales, elements, vector.numel(), count, share, largest, BLOCK=block, ROWS=ROWS, NIBBLES=bits == 4
-    )
+        vector, scales, elements, vector.numel(), count, share, largest,
+        BLOCK=block, ROWS=ROWS, KIND=KINDS.index(name), **OPTIONS,
+    )  # fmt: skip
     return data
+
+
+def largest_places(chunks: Tensor, kept: int) -> Tensor:
+    """Of each row, the places of so many of the largest elements, in order; of equal ones the first."""
+    rows, width = chunks.shape
+    places = torch.empty(rows, kept, dtype=torch.int32, device=chunks.device)
+    grid: Any = (rows,)
+    _largest_kernel[grid](chunks, places, KEPT=kept, CHUNK=width, num_warps=8)
+    return places.long()

@@ -6,6 +6,8 @@ two-bit values, four in a byte, smallest place first and in the lowest bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -33,12 +35,26 @@ class TopK:
     def encode(self, vector: Tensor) -> Tensor:
         if vector.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=vector.device)
-        parts = [self._encode(part) for part in torch.split(vector, SLICE)]
+        if vector.is_cuda:
+            from skerry.core import fused  # which needs a library that takes its time
+
+            if fused.trusted(self.name, vector.device, self.encode_in_one_pass, self.encode_in_parts):
+                return self.encode_in_one_pass(vector)
+        return self.encode_in_parts(vector)
+
+    def encode_in_one_pass(self, vector: Tensor) -> Tensor:
+        """All large elements are found in one pass, and what is left of them is little."""
+        from skerry.core import fused
+
+        return torch.cat(self._encode(vector, lambda chunks: fused.largest_places(chunks, self._kept)))
+
+    def encode_in_parts(self, vector: Tensor) -> Tensor:
+        parts = [self._encode(part, self._largest) for part in torch.split(vector, SLICE)]
         return torch.cat([part for kind in zip(*parts, strict=True) for part in kind])
 
-    def _encode(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _encode(self, vector: Tensor, largest: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         chunks = in_rows(vector, CHUNK)
-        places = self._largest(chunks)
+        places = largest(chunks)
         values = chunks.gather(1, places)
         sizes, large = _two_sizes(values.abs())
         codes = (values < 0).int() + 2 * large.int()
