@@ -135,7 +135,10 @@ def print_bars(arms: dict[str, Arm], loss: float) -> None:
         mine = "decoupled-calm" if other == "dp-calm" else "decoupled"
         found = {f"{loss * more:.3f}": ratio(arms, mine, other, loss * more) for more in HIGHER}
         if all(found.values()):
-            values = ", ".join(f"{value:.3f} to {level}" for level, value in found.items())
+            reached = {f"{loss * more:.3f}": time_to(loss * more, arms[other].points) is not None for more in HIGHER}
+            values = ", ".join(
+                f"{'' if reached[level] else 'at most '}{value:.3f} to {level}" for level, value in found.items()
+            )
             print(f"time of {arms[mine].name} over {arms[other].name}: {values}")
     bars = {
         "dp-restart": (f"time to loss {loss:.3f} under failures, decoupled over restart-on-failure data-parallel", TARGET),

@@ -161,7 +161,7 @@ class Bench:
     def measure(self, arm: str, logs: list[Path], mbit: float, seconds: float) -> Measured:
         for host in self._islands:
             self._switch.set(host, mbit, DELAY_S)
-        settle(logs, STEPS_TO_SETTLE.get(arm, DECOUPLED.every))
+        settle(logs, STEPS_TO_SETTLE[arm] if arm in STEPS_TO_SETTLE else ARMS[arm].every)
         before = [dict(self._switch.ports[host].bytes) for host in self._islands]
         started = time.monotonic()
         if arm in WHOLE_STEPS:
@@ -285,7 +285,7 @@ def bars(found: list[Measured]) -> list[dict[str, object]]:
     by = {(windows[0].arm, windows[0].mbit): windows for windows in groups}
     means = [mean_of(windows) for windows in groups]
     dp_means = [mean for mean in means if mean.arm == "dp"]
-    if thin := [mean for mean in dp_means if mean.share <= 0.04]:
+    if thin := [mean for mean in dp_means if 0 < mean.share <= 0.04]:
         dp = max(thin, key=lambda mean: mean.mbit)
         at = {"mbit": dp.mbit, "dp_utilisation": round(dp.share, 4)}
         for arm in ("decoupled bf16", "decoupled int4"):

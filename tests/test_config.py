@@ -105,8 +105,6 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(path: str, value: ob
         ("sync.outer_lr", 0.0, "> 0"),
         ("sync.outer_lr", float("nan"), "> 0"),
         ("sync.outer_momentum", 1.0, "in [0, 1)"),
-        ("sync.final_outer_lr", 0.0, "in (0, 1]"),
-        ("sync.final_outer_lr", 1.1, "in (0, 1]"),
         ("sync.staleness", -1, ">= 0"),
         ("sync.blend", 0.0, "in (0, 1]"),
         ("sync.blend", 1.1, "in (0, 1]"),
@@ -273,6 +271,8 @@ def test_a_run_begins_with_a_tenth_unless_told_otherwise() -> None:
     assert from_mapping(Config, job).resolved().sync.begin == BeginConfig(steps=2, every=4)
     assert from_mapping(Config, {**job, "begin_share": 0.0}).resolved().sync.begin.steps == 0
     assert from_mapping(Config, {**job, "sync": {"every": 2}}).resolved().sync.begin == BeginConfig(steps=2, every=2)
+    assert from_mapping(Config, {**job, "sync": {"overlap": 5}}).resolved().sync.begin == BeginConfig(steps=2, every=10)
+    assert from_mapping(Config, {**job, "sync": {"overlap": 15}}).resolved().sync.begin == BeginConfig(steps=2, every=24)
     with pytest.raises(ConfigError, match=r"sync.begin.every must be at most sync.every, got 8"):
         from_mapping(Config, {**job, "sync": {"every": 6, "begin": {"every": 8}}}).resolved()
 

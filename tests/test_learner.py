@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ import skerry
 from skerry.config import SyncConfig
 from skerry.core.tensors import model_tensors
 from skerry.errors import JoinRefused, WireError
+from skerry.learner.workers import DaemonWorkers
 from skerry.syncer.run_folder import read_identity, read_model, read_standing
 from skerry.syncer.store import RunStore
 from skerry.wire.client import close_run
@@ -138,6 +140,30 @@ def test_an_island_in_lock_step_equals_plain_training_with(folder: Path, start_s
     assert_same(read_model(folder), tensors_of(plain), 1e-5)
     assert_same(tensors_of(model), tensors_of(plain), 1e-5)
     assert sum(versions(folder)) >= 12
+
+
+def test_what_was_set_aside_in_lock_step_is_given_up_with_the_merge_that_has_it(folder: Path, start_syncer) -> None:
+    """It keeps a copy of a fragment on the device, and the version before."""
+    skerry.create(folder, small_model(), EXACT)
+    model = small_model()
+    optimizers = adamw(model)
+    learner = join(start_syncer(folder).address, model, optimizers)
+    held: list[int] = []
+    for batch in batches(0, 12):
+        train(model, optimizers, [batch])
+        held.append(len(learner._link.staged))
+    learner.leave(timeout_s=30)
+    assert held == [0] * 12
+
+
+def test_an_idle_worker_holds_nothing_of_what_it_did() -> None:
+    workers = DaemonWorkers(1, "worker")
+    given, found = nn.Linear(1, 1), nn.Linear(1, 1)
+    gone = [weakref.ref(given), weakref.ref(found)]
+    workers.submit(lambda given, found: found, given, found).result()
+    del given, found
+    poll(lambda: all(reference() is None for reference in gone), "the worker to let go")
+    workers.shutdown()
 
 
 @pytest.mark.parametrize("make", [adamw, muon_and_adamw], ids=["AdamW", "Muon and AdamW"])

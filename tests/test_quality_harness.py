@@ -14,6 +14,7 @@ import torch
 QUALITY = Path(__file__).resolve().parent.parent / "benchmarks" / "quality"
 sys.path.insert(0, str(QUALITY))
 import run as quality  # noqa: E402
+import sequential  # noqa: E402
 from pictures import END, PAD, SIDE, Scenes  # noqa: E402
 from sequential import Conditions, SequentialRun, Stepper  # noqa: E402
 from subjects import HELD_OUT_SEED, build_subject, summary  # noqa: E402
@@ -21,7 +22,9 @@ from teacher import Network, Questions  # noqa: E402
 
 from skerry.config import Config, from_mapping, tomllib  # noqa: E402
 from skerry.core.merge import FragmentState, nesterov  # noqa: E402
+from skerry.core.merge import merge as merge_fragment  # noqa: E402
 from skerry.errors import ConfigError  # noqa: E402
+from skerry.train.island import COLD_STEPS  # noqa: E402
 from skerry.train.job import build_optimizers  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -246,7 +249,7 @@ def test_runs_end_although_islands_are_lost(algorithm: str, outage_steps: float)
     assert line["tokens"] >= it.config.train.tokens
 
 
-@pytest.mark.parametrize("restore", ["own", "peer", "zero"])
+@pytest.mark.parametrize("restore", ["own", "peer", "none"])
 def test_an_island_that_is_back_has_the_optimizer_state_it_should(restore: str) -> None:
     it = arm("glyphs", steps=24, conditions={"lost_share": 0.3, "outage_steps": 4.0, "restore": restore})
     stepper = stepper_for(it)
@@ -259,12 +262,40 @@ def test_an_island_that_is_back_has_the_optimizer_state_it_should(restore: str) 
         if learner.alive:
             peer = run.learners[1 - learner.slot]
             peer_state = peer.optimizer_state if peer.alive else [torch.zeros_like(tensor) for tensor in before]
-            wanted = {"own": before, "peer": peer_state, "zero": [torch.zeros_like(tensor) for tensor in before]}[restore]
+            wanted = {"own": before, "peer": peer_state, "none": [torch.zeros_like(tensor) for tensor in before]}[restore]
             returns.append(all(torch.equal(*pair) for pair in zip(learner.optimizer_state, wanted, strict=True)))
 
     run._return = watched
     run.run()
     assert returns and all(returns)
+
+
+def test_an_island_without_its_optimizer_state_warms_up_as_a_real_one_does(monkeypatch) -> None:
+    it = arm("glyphs", steps=24, conditions={"lost_share": 0.3, "outage_steps": 4.0, "restore": "none"}, train__final_lr=1.0)
+    stepper = stepper_for(it)
+    run = SequentialRun(it.config, stepper, stepper.subject.samples(0), it.conditions)
+    rates: list[tuple[int | None, float]] = []
+    set_lr, step, current = stepper.set_lr, run._step, []
+    monkeypatch.setattr(run, "_step", lambda learner: (current.append(learner), step(learner)))
+    monkeypatch.setattr(stepper, "set_lr", lambda lr: (rates.append((current[-1].cold_steps, lr)), set_lr(lr)))
+    run.run()
+    cold = [(since, lr) for since, lr in rates if since is not None]
+    assert cold and len(cold) < len(rates)
+    peak = it.config.train.lr
+    assert cold == [(since, pytest.approx(peak * min(1.0, since / COLD_STEPS))) for since, _ in cold]
+    assert all(lr == pytest.approx(peak) for since, lr in rates if since is None)
+
+
+def test_an_outer_step_may_shrink_along_the_run(monkeypatch) -> None:
+    it = arm("glyphs", steps=24, begin_share=0.0, sync__outer_lr=0.5, conditions__final_outer_lr=0.2)
+    assert it.conditions == Conditions(final_outer_lr=0.2)
+    rates: list[float] = []
+    monkeypatch.setattr(
+        sequential, "merge", lambda *given, lr, **more: rates.append(lr) or merge_fragment(*given, lr=lr, **more)
+    )
+    quality.train(it, stepper_for(it))
+    assert rates == sorted(rates, reverse=True)
+    assert 0.45 < rates[0] < 0.5 and rates[-1] == pytest.approx(0.1)
 
 
 def test_the_accuracy_is_the_share_of_characters_named_rightly() -> None:

@@ -683,26 +683,6 @@ def test_the_outer_settings_of_a_merge_are_those_of_its_round() -> None:
     assert (late.outer_lr, late.outer_momentum) == (0.5, 0.8)
 
 
-def test_the_outer_step_shrinks_along_the_budget_as_half_a_cosine() -> None:
-    run = running("a", every=4, quorum=1, outer_lr=0.5, outer_momentum=0.8, final_outer_lr=0.2, budget_tokens=160)
-    found = []
-    for step in (4, 8, 12, 16):
-        run.report("a", step)
-        merge = of(Merge, run.give("a"))[0]
-        found.append(merge.outer_lr)
-        assert merge.outer_momentum == 0.8
-        run.store()
-    assert found == pytest.approx([0.5 * (0.6 + 0.4 * math.cos(math.pi * share)) for share in (0.25, 0.5, 0.75, 1.0)])
-    assert found[-1] == pytest.approx(0.1), "the last merge has the share that is to be left"
-
-
-@pytest.mark.parametrize("settings", [{"budget_tokens": 1000}, {"final_outer_lr": 0.2}])
-def test_the_outer_step_stays_if_nothing_else_is_said_or_there_is_no_budget(settings: dict[str, Any]) -> None:
-    run = running("a", every=4, quorum=1, outer_lr=0.5, **settings)
-    run.report("a", 40)
-    assert of(Merge, run.give("a"))[0].outer_lr == 0.5
-
-
 def test_one_that_has_nothing_to_give_is_not_waited_for_and_does_not_damp() -> None:
     run = running("a", "b", quorum=0)
     run.report("a", 4), run.report("b", 4)

@@ -72,10 +72,10 @@ def arms(matrix: dict[str, Any]) -> list[Arm]:
             chosen = dict(zip(grid, values, strict=True))
             for seed in arm.get("seeds", matrix.get("seeds", [0])):
                 settings = json.loads(json.dumps(matrix["base"]))
-                for key, value in {**arm.get("set", {}), **chosen, "train.seed": seed}.items():
-                    put(settings, key, value)
-                name = "/".join([arm["name"], *(f"{k.split('.')[-1]}={v}" for k, v in chosen.items()), f"seed={seed}"])
                 conditions = dict(arm.get("conditions", {}))
+                for key, value in {**arm.get("set", {}), **chosen, "train.seed": seed}.items():
+                    put({"conditions": conditions} if key.startswith("conditions.") else settings, key, value)
+                name = "/".join([arm["name"], *(f"{k.split('.')[-1]}={v}" for k, v in chosen.items()), f"seed={seed}"])
                 if "step_times" in conditions:
                     conditions["step_times"] = tuple(conditions["step_times"])
                 subject = arm.get("subject", matrix.get("subject", "text"))

@@ -29,7 +29,8 @@ from skerry.core.merge import FragmentState, merge, publish
 from skerry.core.syncer import SyncerCore
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError
-from skerry.train.job import build_optimizers, lr_factor
+from skerry.train.island import COLD_STEPS
+from skerry.train.job import build_optimizers, half_cosine, lr_factor
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,14 @@ class Conditions:
     """Share of learner time lost to failures, each `outage_steps` long at random times."""
     outage_steps: float = 60.0
     restore: str = "own"
-    """Optimizer state of a learner that comes back: own, peer (of the one that has come furthest), zero."""
+    """Optimizer state of a learner that comes back: own, peer (of the one furthest on), or none, followed by a warm-up
+    as in a real island."""
+    final_outer_lr: float = 1.0
+    """An experiment that the library has not: the share of the outer step that is left when the budget is spent."""
 
     def __post_init__(self) -> None:
-        if self.restore not in ("own", "peer", "zero"):
-            raise ConfigError(f"conditions.restore must be own, peer or zero, got {self.restore!r}")
+        if self.restore not in ("own", "peer", "none"):
+            raise ConfigError(f"conditions.restore must be own, peer or none, got {self.restore!r}")
 
 
 class Stepper:
@@ -162,6 +166,8 @@ class SequentialLearner:
     base: list[Tensor]
     alive: bool = True
     life: int = 0
+    cold_steps: int | None = None
+    """Since it came back without its optimizer's state."""
     waits: bool = False
     """In lock-step: for a merge without which it may not go on."""
     staged: dict[int, Tensor] = field(default_factory=dict)
@@ -283,7 +289,11 @@ class SequentialRun:
         if exchange.phase != "training":
             return
         train = self.config.train
-        stepper.set_lr(train.lr * lr_factor(self.core.tokens / train.tokens, train))
+        warm_up = 1.0
+        if learner.cold_steps is not None:
+            learner.cold_steps += 1
+            warm_up = min(1.0, learner.cold_steps / COLD_STEPS)
+        stepper.set_lr(train.lr * lr_factor(self.core.tokens / train.tokens, train) * warm_up)
         torch._foreach_copy_(stepper.tensors, learner.weights)
         torch._foreach_copy_(stepper.state_tensors, learner.optimizer_state)
         count = max(self.config.islands.count, learner.slot + 1)
@@ -371,7 +381,7 @@ class SequentialRun:
             deltas,
             [share.weight for share in order.shares],
             radial=self.sync.merge == "radial",
-            lr=order.outer_lr,
+            lr=order.outer_lr * half_cosine(self.core.tokens / self.sync.budget_tokens, self.conditions.final_outer_lr),
             momentum=order.outer_momentum,
             presence=order.presence,
         )
@@ -421,8 +431,10 @@ class SequentialRun:
         if self.conditions.restore == "peer" and peers:
             furthest = max(peers, key=lambda peer: peer.exchange.step)
             torch._foreach_copy_(learner.optimizer_state, furthest.optimizer_state)
+            learner.cold_steps = furthest.cold_steps
         elif self.conditions.restore != "own":
             torch._foreach_zero_(learner.optimizer_state)
+            learner.cold_steps = 0
         self._join(learner)
 
     def _join(self, learner: SequentialLearner) -> None:

@@ -77,8 +77,6 @@ class SyncConfig:
     """Learning rate of the outer Nesterov step."""
     outer_momentum: float = 0.8
     """Momentum of the outer Nesterov step."""
-    final_outer_lr: float = 1.0
-    """Share of outer_lr that is left when the budget is spent; it goes there as half a cosine. 1 keeps it as it is."""
     damp_absent: bool = True
     """Scale the progress by the share of asked learners that are in the merge, so that one island cannot drag the model."""
     outlier: float = 10.0
@@ -133,7 +131,6 @@ class SyncConfig:
         _require(self.strikes >= 0, "sync.strikes", self.strikes, ">= 0")
         _require(self.outer_lr > 0, "sync.outer_lr", self.outer_lr, "> 0")
         _require(0 <= self.outer_momentum < 1, "sync.outer_momentum", self.outer_momentum, "in [0, 1)")
-        _require(0 < self.final_outer_lr <= 1, "sync.final_outer_lr", self.final_outer_lr, "in (0, 1]")
         _require(self.staleness >= 0, "sync.staleness", self.staleness, ">= 0")
         _require(0 < self.blend <= 1, "sync.blend", self.blend, "in (0, 1]")
         _require(self.start_with >= 1, "sync.start_with", self.start_with, ">= 1")
@@ -322,8 +319,11 @@ class Config:
         begin = sync.begin
         if begin.steps == 0 and self.begin_share > 0:
             steps = int(self.begin_share * self.train.tokens / step_tokens)
-            # The default gives way to a smaller H; a number that was asked for does not.
-            first = min(begin.every, sync.every) if begin.every == BeginConfig.every else begin.every
+            first = begin.every
+            if first == BeginConfig.every:
+                # Unlike a number that was asked for the default gives way, to a smaller H, and to a longer exchange: of merges
+                # that come more often than every 2τ steps most islands' work would be overwritten.
+                first = min(max(first, 2 * sync.overlap), sync.every)
             begin = dataclasses.replace(begin, steps=steps, every=first)
         sync = dataclasses.replace(
             sync,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from skerry.config import SyncConfig
@@ -53,11 +52,6 @@ class Schedule:
                 return found
             end = stage.first_step - 1
         return 0
-
-
-def half_cosine(share: float, final: float) -> float:
-    """From 1 at share 0 to `final` at share 1, where it stays."""
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
 def _stages(sync: SyncConfig) -> list[Stage]:

@@ -70,7 +70,7 @@ from skerry.core.messages import (
 )
 from skerry.core.quorum import GraceWindow
 from skerry.core.rollback import Rollback
-from skerry.core.schedule import Schedule, half_cosine
+from skerry.core.schedule import Schedule
 from skerry.core.standing import Counted, FragmentProgress, LearnerState, Round, RunPhase, Standing
 
 RETRY_STORE_S = 1.0
@@ -770,13 +770,8 @@ class SyncerCore:
         presence = len(shares) / expected if self.sync.damp_absent else 1.0
         stage = self.schedule.stage(gathering.step)
         version = fragment.version + 1
-        outer_lr = stage.outer_lr * self._outer_share()
-        actions.append(Merge(index, version, gathering.step, shares, outer_lr, stage.outer_momentum, presence, expected))
-
-    def _outer_share(self) -> float:
-        """How much of the outer learning rate is left at this place in the budget."""
-        budget = self.sync.budget_tokens
-        return half_cosine(self.tokens / budget, self.sync.final_outer_lr) if budget else 1.0
+        merge = Merge(index, version, gathering.step, shares, stage.outer_lr, stage.outer_momentum, presence, expected)
+        actions.append(merge)
 
     def _given_up(self, fragment: FragmentProgress, now: float) -> bool:
         """It is away for so long that nobody waits for it any more."""

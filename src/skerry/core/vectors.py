@@ -73,13 +73,14 @@ def _sweep() -> None:
     now = monotonic()
     if now - _swept_at < SWEPT_EVERY_S:
         return
-    _swept_at = now
     for free in list(_free.values()):
         try:
-            while now - free[0][0] > KEPT_S:
+            if now - free[0][0] > KEPT_S:
                 free.popleft()
+                return  # the rest at the next calls: to give back a gigabyte takes a tenth of a second
         except IndexError:
             pass  # empty, or made so by somebody else meanwhile
+    _swept_at = now
 
 
 def empty_like(vector: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -358,6 +358,7 @@ def adopt_ready(link: Link) -> None:
         whole = replica.adopt(version.fragment, prepared, exchange.uncounted_since(version).steps, version.counted)
         link.journal.adopted(exchange.totals.steps, version.fragment, version.version, whole)
         exchange.adopted(version)
+        link.staged.pop(version.fragment, None)  # which holds the version before and a copy on the device
         adopted = True
     if adopted:
         replica.after_write()

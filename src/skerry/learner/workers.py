@@ -40,3 +40,4 @@ class DaemonWorkers(Executor):
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # and with it what it was given and what it found, which may be much of the device's memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from torch.optim import Optimizer
 
 from skerry.config import Config, TrainConfig
 from skerry.core.leases import Pool, Range
-from skerry.core.schedule import half_cosine
 from skerry.data.corpus import Corpus, load_corpus
 from skerry.data.windows import Windows
 from skerry.errors import ConfigError
@@ -51,6 +51,11 @@ def lr_factor(progress: float, train: TrainConfig) -> float:
         return max(progress / train.warmup, 0.02)
     share = (progress - train.warmup) / (1 - train.warmup)
     return half_cosine(share, train.final_lr)
+
+
+def half_cosine(share: float, final: float) -> float:
+    """From 1 at share 0 to `final` at share 1, where it stays."""
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
 @dataclass
