@@ -39,7 +39,8 @@ class BeginConfig:
     """Over how many steps of the run the beginning lasts; 0 means the run starts with its final settings."""
     every: int = 4
     """H at the very start; it doubles in equal stretches until it reaches sync.every. Much shorter than the time an
-    exchange takes is of no use: what an island does meanwhile is overwritten."""
+    exchange takes is of no use: what an island does meanwhile is overwritten. Where begin_share gives the steps, 4 stands for
+    twice sync.overlap if that is more."""
     outer_lr: float = 1.0
     """Outer learning rate at the very start; it moves to sync.outer_lr as H grows."""
     outer_momentum: float = 0.0
