@@ -1,6 +1,6 @@
 """Training over links as thin and as long as ordinary ones between sites: Skerry beside data-parallel training, in one run.
 
-    python benchmarks/wan.py [--quick] [--turns N] [--out FILE] [--plot FILE]
+    python benchmarks/wan.py [--quick] [--turns N] [--out FILE] [--plot FILE] [--saved FILE ...]
 
 Islands (two by default) and a syncer, each in a network namespace of its own, with links of a given bandwidth and delay
 (benchmarks/wan/switch.py; needs root). All train the same model on the same data, one thread each. The islands have one half
@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "wan"))
 
@@ -76,6 +77,8 @@ class Measured:
     steps: int
     alone_steps_per_s: float = math.nan
     """Without any network, before and after."""
+    cut_short: bool = False
+    """It took so long that no whole rounds were waited for."""
 
     @property
     def share(self) -> float:
@@ -164,6 +167,7 @@ class Bench:
         settle(logs, STEPS_TO_SETTLE[arm] if arm in STEPS_TO_SETTLE else ARMS[arm].every)
         before = [dict(self._switch.ports[host].bytes) for host in self._islands]
         started = time.monotonic()
+        cut_short = False
         if arm in WHOLE_STEPS:
             first = [steps_in(log)[-1] for log in logs]
             until = first[0][1] + WHOLE_STEPS[arm]
@@ -172,6 +176,7 @@ class Bench:
             last = [steps_in(log)[-1] for log in logs]
             rates = [(b[1] - a[1]) / (b[0] - a[0]) if b > a else 0.0 for a, b in zip(first, last, strict=True)]
             steps = last[0][1] - first[0][1]
+            cut_short = min(step for _, step in last) < until
         else:
             time.sleep(seconds)
             ended = time.monotonic()
@@ -182,7 +187,7 @@ class Bench:
             way: statistics.mean(b[way] - a[way] for a, b in zip(before, after, strict=True)) / max(steps, 1)
             for way in ("up", "down")
         }
-        return Measured(arm, mbit, statistics.mean(rates), moved["up"], moved["down"], steps)
+        return Measured(arm, mbit, statistics.mean(rates), moved["up"], moved["down"], steps, cut_short=cut_short)
 
 
 def steps_in(log: Path) -> list[tuple[float, int]]:
@@ -210,7 +215,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--saved", type=Path, nargs="+", help="run nothing: all windows of these files, counted together")
     options = parser.parse_args()
+    facts, found = read(options.saved) if options.saved else measured(options)
+    if options.saved and options.out:
+        write(options.out, facts, found)
+    print("\n".join(described(mean_of(windows)) for windows in in_groups(found)))
+    if options.plot:
+        draw(in_groups(found), options.plot)
+    for line in bars(found):
+        print(json.dumps(line))
+
+
+def measured(options: argparse.Namespace) -> tuple[dict[str, Any], list[Measured]]:
     bandwidths = options.mbit or ([10.0] if options.quick else [2.0, 5.0, 15.0, 50.0, 200.0, 1000.0])
     arms = options.arms or (["dp", "decoupled bf16", "decoupled int4"] if options.quick else list(ARMS))
     hosts = [f"island{number}" for number in range(options.islands)]
@@ -221,6 +238,7 @@ def main() -> None:
         place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         switch = opened.enter_context(switched([*hosts, "syncer"]))
         bench = Bench(switch, place, options.islands, options.size, options.batch)
+        facts = {"parameters": bench.parameters, "delay_s": DELAY_S, "islands": options.islands}
         free = opened.enter_context(bench.running("alone"))
 
         def alone() -> float:
@@ -242,22 +260,32 @@ def main() -> None:
                     window.alone_steps_per_s, before = (before + after) / 2, after
                     found.append(window)
                     print(f"{turn + 1} of {options.turns}: {described(window)}", flush=True)
-    means = [mean_of(windows) for windows in in_groups(found)]
-    if options.turns > 1:
-        print("\n".join(described(mean) for mean in means))
-    if options.out:
-        facts = {"parameters": bench.parameters, "delay_s": DELAY_S, "islands": options.islands}
-        options.out.write_text(json.dumps({**facts, "found": [dataclasses.asdict(m) for m in found]}, indent=1) + "\n")
-    if options.plot:
-        draw(means, options.plot)
-    for line in bars(found):
-        print(json.dumps(line))
+                    if options.out:
+                        write(options.out, facts, found)
+    return facts, found
+
+
+def write(path: Path, facts: dict[str, Any], found: list[Measured]) -> None:
+    path.write_text(json.dumps({**facts, "found": [dataclasses.asdict(window) for window in found]}, indent=1) + "\n")
+
+
+def read(paths: list[Path]) -> tuple[dict[str, Any], list[Measured]]:
+    facts: dict[str, Any] = {}
+    found: list[Measured] = []
+    for path in paths:
+        saved = json.loads(path.read_text())
+        found += [Measured(**window) for window in saved.pop("found")]
+        facts = facts or saved
+        if saved != facts:
+            raise SystemExit(f"{path} is of other islands than {paths[0]}")
+    return facts, found
 
 
 def described(window: Measured) -> str:
     sizes = f"{window.up_bytes / 1e3:9.1f} kB up, {window.down_bytes / 1e3:9.1f} kB down a step"
     speed = f"{window.steps_per_s:7.2f} of {window.alone_steps_per_s:6.2f} steps/s"
-    return f"{window.arm:24s} {window.mbit:6.0f} Mbit/s  {speed}  {100 * window.share:5.1f}%  {sizes}"
+    more = "  cut short" if window.cut_short else ""
+    return f"{window.arm:24s} {window.mbit:6.0f} Mbit/s  {speed}  {100 * window.share:5.1f}%  {sizes}{more}"
 
 
 def in_groups(found: list[Measured]) -> list[list[Measured]]:
@@ -276,7 +304,15 @@ def mean_of(windows: list[Measured]) -> Measured:
     # The mean of the shares, not of the speeds: each is measured against what the machine could do just then.
     speed = alone * mean("share")
     steps = sum(window.steps for window in windows)
-    return Measured(windows[0].arm, windows[0].mbit, speed, mean("up_bytes"), mean("down_bytes"), steps, alone)
+    cut_short = any(window.cut_short for window in windows)
+    return Measured(windows[0].arm, windows[0].mbit, speed, mean("up_bytes"), mean("down_bytes"), steps, alone, cut_short)
+
+
+def error_of(windows: list[Measured]) -> float | None:
+    """The standard error of the mean share, if there are several."""
+    if len(windows) < 2:
+        return None
+    return statistics.stdev(window.share for window in windows) / math.sqrt(len(windows))
 
 
 def bars(found: list[Measured]) -> list[dict[str, object]]:
@@ -290,9 +326,8 @@ def bars(found: list[Measured]) -> list[dict[str, object]]:
         at = {"mbit": dp.mbit, "dp_utilisation": round(dp.share, 4)}
         for arm in ("decoupled bf16", "decoupled int4"):
             if windows := by.get((arm, dp.mbit)):
-                mine, turns = mean_of(windows), len(windows)
-                error = statistics.stdev(window.share for window in windows) / turns**0.5 if turns > 1 else None
-                more = {"standard_error": None if error is None else round(error, 4), "turns": turns, **at}
+                mine, error = mean_of(windows), error_of(windows)
+                more = {"standard_error": None if error is None else round(error, 4), "turns": len(windows), **at}
                 ok = mine.share >= 0.95
                 lines.append({"bar": f"utilisation, {arm}", "value": round(mine.share, 4), "target": 0.95, "ok": ok, **more})
                 times = mine.share / dp.share
@@ -308,19 +343,21 @@ def bars(found: list[Measured]) -> list[dict[str, object]]:
     return lines
 
 
-def draw(means: list[Measured], path: Path) -> None:
+def draw(groups: list[list[Measured]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg" if path.suffix == ".svg" else "agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for arm in dict.fromkeys(mean.arm for mean in means):
-        points = sorted((mean.mbit, 100 * mean.share) for mean in means if mean.arm == arm)
-        axes.plot(*zip(*points, strict=True), marker="o", label=arm)
+    for arm in dict.fromkeys(windows[0].arm for windows in groups):
+        mine = sorted((windows for windows in groups if windows[0].arm == arm), key=lambda windows: windows[0].mbit)
+        shares = [100 * mean_of(windows).share for windows in mine]
+        errors = [100 * (error_of(windows) or 0.0) for windows in mine]
+        axes.errorbar([windows[0].mbit for windows in mine], shares, yerr=errors, marker="o", capsize=2, label=arm)
     axes.set(xscale="log", xlabel="bandwidth of an island's link, Mbit/s", ylabel="utilisation, %", ylim=(0, 115))
     axes.grid(alpha=0.3)
-    axes.legend(loc="center right")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.08), fontsize="small")
     figure.tight_layout()
     figure.savefig(path)
 
