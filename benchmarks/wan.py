@@ -357,7 +357,7 @@ def draw(groups: list[list[Measured]], path: Path) -> None:
         axes.errorbar([windows[0].mbit for windows in mine], shares, yerr=errors, marker="o", capsize=2, label=arm)
     axes.set(xscale="log", xlabel="bandwidth of an island's link, Mbit/s", ylabel="utilisation, %", ylim=(0, 115))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.08), fontsize="small")
+    axes.legend(loc="center right", bbox_to_anchor=(1.0, 0.59), fontsize="small")
     figure.tight_layout()
     figure.savefig(path)
 
