@@ -75,6 +75,16 @@ def test_memory_does_not_grow_while_as_many_vectors_are_in_use():
     assert len(places) <= 5
 
 
+def test_all_that_is_free_can_be_given_back_at_once():
+    held, gone = empty_bytes(3_300_000), empty_bytes(3_300_000)
+    held[:] = 7
+    del gone
+    assert any(vectors._free.values())
+    vectors.give_back()
+    assert not any(vectors._free.values())
+    assert (held == 7).all()
+
+
 def test_what_nobody_wants_for_a_while_is_given_back(monkeypatch):
     now = vectors.monotonic()
     monkeypatch.setattr(vectors, "monotonic", lambda: now)

@@ -83,6 +83,12 @@ def _sweep() -> None:
     _swept_at = now
 
 
+def give_back() -> None:
+    """All that is free, at once, because little will be wanted from now on."""
+    for free in list(_free.values()):
+        free.clear()
+
+
 def empty_like(vector: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """As torch.empty_like."""
     if vector.device.type != "cpu" or not vector.numel():

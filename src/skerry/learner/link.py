@@ -26,6 +26,7 @@ from skerry.core.fragment import split
 from skerry.core.leases import Pool, Range
 from skerry.core.reading import LeaseBook
 from skerry.core.tensors import model_tensors
+from skerry.core.vectors import give_back
 from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
 from skerry.learner.journal import Journal
 from skerry.learner.pace import Pace
@@ -198,6 +199,7 @@ class Link:
             self._transfers.forget_all()
             if self.replica is not None:
                 self.replica.release()
+        give_back()  # the loop may train on for long without us
 
     def _call(self, act: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(self._guarded, act)
