@@ -133,12 +133,12 @@ def print_table(arms: dict[str, Arm], loss: float) -> None:
 def print_bars(arms: dict[str, Arm], loss: float) -> None:
     for other in ("dp-calm", "dp-restart", "dp-elastic"):
         mine = "decoupled-calm" if other == "dp-calm" else "decoupled"
-        found = {f"{loss * more:.3f}": ratio(arms, mine, other, loss * more) for more in HIGHER}
-        if all(found.values()):
-            reached = {f"{loss * more:.3f}": time_to(loss * more, arms[other].points) is not None for more in HIGHER}
-            values = ", ".join(
-                f"{'' if reached[level] else 'at most '}{value:.3f} to {level}" for level, value in found.items()
-            )
+        levels = [loss * more for more in HIGHER]
+        ratios = [ratio(arms, mine, other, level) for level in levels]
+        if all(ratios):
+            bounds = ["" if time_to(level, arms[other].points) is not None else "at most " for level in levels]
+            lines = zip(bounds, ratios, levels, strict=True)
+            values = ", ".join(f"{bound}{value:.3f} to {level:.3f}" for bound, value, level in lines)
             print(f"time of {arms[mine].name} over {arms[other].name}: {values}")
     bars = {
         "dp-restart": (f"time to loss {loss:.3f} under failures, decoupled over restart-on-failure data-parallel", TARGET),

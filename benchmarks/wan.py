@@ -164,7 +164,7 @@ class Bench:
     def measure(self, arm: str, logs: list[Path], mbit: float, seconds: float) -> Measured:
         for host in self._islands:
             self._switch.set(host, mbit, DELAY_S)
-        settle(logs, STEPS_TO_SETTLE[arm] if arm in STEPS_TO_SETTLE else ARMS[arm].every)
+        settle(logs, STEPS_TO_SETTLE.get(arm) or ARMS[arm].every)
         before = [dict(self._switch.ports[host].bytes) for host in self._islands]
         started = time.monotonic()
         cut_short = False

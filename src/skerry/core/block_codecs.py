@@ -16,17 +16,10 @@ NOTHING = 1e-30
 """A block whose largest element is smaller counts as zeros: its scale might not be a normal number."""
 
 
-class Blocks:
-    exact = False
-    needs_feedback = False
-    unit = BLOCK
-    name: str
-    bits: int
-    largest: float
-    """What the largest element of a block is scaled to."""
+class TwoWays:
+    """A codec that encodes in one pass on a GPU, where that is known to give the same bytes, and in parts elsewhere."""
 
-    def size_bytes(self, numel: int) -> int:
-        return _blocks(numel) * (2 + BLOCK * self.bits // 8)
+    name: str
 
     def encode(self, vector: Tensor) -> Tensor:
         if vector.is_cuda and vector.numel():
@@ -35,6 +28,24 @@ class Blocks:
             if fused.trusted(self.name, vector.device, self.encode_in_one_pass, self.encode_in_parts):
                 return self.encode_in_one_pass(vector)
         return self.encode_in_parts(vector)
+
+    def encode_in_one_pass(self, vector: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def encode_in_parts(self, vector: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Blocks(TwoWays):
+    exact = False
+    needs_feedback = False
+    unit = BLOCK
+    bits: int
+    largest: float
+    """What the largest element of a block is scaled to."""
+
+    def size_bytes(self, numel: int) -> int:
+        return _blocks(numel) * (2 + BLOCK * self.bits // 8)
 
     def encode_in_one_pass(self, vector: Tensor) -> Tensor:
         from skerry.core import fused

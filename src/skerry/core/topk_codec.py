@@ -11,14 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from skerry.core.block_codecs import SLICE, in_rows
+from skerry.core.block_codecs import SLICE, TwoWays, in_rows
 
 CHUNK = 4096
 FINE = 1 << 20
 """Magnitudes are counted in this many parts of the chunk's largest, so that sums are exact, in whichever order."""
 
 
-class TopK:
+class TopK(TwoWays):
     exact = False
     needs_feedback = True
     unit = CHUNK
@@ -32,16 +32,6 @@ class TopK:
     def size_bytes(self, numel: int) -> int:
         return _chunks(numel) * sum(self._chunk_bytes)
 
-    def encode(self, vector: Tensor) -> Tensor:
-        if vector.numel() == 0:
-            return torch.empty(0, dtype=torch.uint8, device=vector.device)
-        if vector.is_cuda:
-            from skerry.core import fused  # which needs a library that takes its time
-
-            if fused.trusted(self.name, vector.device, self.encode_in_one_pass, self.encode_in_parts):
-                return self.encode_in_one_pass(vector)
-        return self.encode_in_parts(vector)
-
     def encode_in_one_pass(self, vector: Tensor) -> Tensor:
         """All large elements are found in one pass, and what is left of them is little."""
         from skerry.core import fused
@@ -49,6 +39,8 @@ class TopK:
         return torch.cat(self._encode(vector, lambda chunks: fused.largest_places(chunks, self._kept)))
 
     def encode_in_parts(self, vector: Tensor) -> Tensor:
+        if vector.numel() == 0:
+            return torch.empty(0, dtype=torch.uint8, device=vector.device)
         parts = [self._encode(part, self._largest) for part in torch.split(vector, SLICE)]
         return torch.cat([part for kind in zip(*parts, strict=True) for part in kind])
 
