@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import statistics
 import tempfile
 import time
@@ -52,8 +53,12 @@ def codecs_on_the_device(numel: int) -> None:
     generator = torch.Generator().manual_seed(0)
     small = torch.randn(1_000_003, generator=generator) * 10 ** torch.randn(1_000_003, generator=generator)
     small = torch.cat([small, trial(small.device)])
-    same = {name: torch.equal(one.encode(small), one.encode(small.cuda()).cpu()) for name, one in _CODECS.items()}
-    bar = {"bar": "codecs that give the same bytes on CPU and GPU", "value": sum(same.values()), "target": len(same)}
+    same = {}
+    for name, one in _CODECS.items():
+        data, count = one.encode(small), small.numel()
+        back, there = one.decode(data, count).float(), one.decode(data.cuda(), count).float().cpu()
+        same[name] = torch.equal(data, one.encode(small.cuda()).cpu()) and torch.equal(back, there)
+    bar = {"bar": "codecs that give the same bytes and values on CPU and GPU", "value": sum(same.values()), "target": len(same)}
     print(json.dumps({**bar, "ok": all(same.values()), "each": same}))
     vector, target = torch.randn(numel, device="cuda"), torch.empty(numel, device="cuda")
     copy = 8 * numel / seconds_of(lambda: target.copy_(vector))
@@ -63,7 +68,10 @@ def codecs_on_the_device(numel: int) -> None:
         moved = 4 * numel + one.size_bytes(numel)
         rate = moved / seconds_of(lambda one=one: one.encode(vector))
         shares[name] = rate / copy
-        print(f"encode {name:6s} {rate / 1e9:8.1f} GB/s, {shares[name]:.3f} of a copy", flush=True)
+        data = one.encode(vector)
+        back = moved / seconds_of(lambda one=one, data=data: one.decode(data, numel))
+        rates = f"{rate / 1e9:8.1f} GB/s, {shares[name]:.3f} of a copy; decoded at {back / 1e9:.1f} GB/s"
+        print(f"encode {name:6s} {rates}", flush=True)
     bar = {"bar": "encode int4, bytes read and written a second, over those of a copy", "value": round(shares["int4"], 3)}
     print(json.dumps({**bar, "target": 0.5, "ok": shares["int4"] >= 0.5, "elements": numel}))
 
@@ -128,21 +136,34 @@ class Island:
         return (time.perf_counter() - started) / (self.step - before)
 
 
+def settle(island: Island, folder: Path, within_s: float = 30.0) -> None:
+    """Steps until every fragment is merged about every H steps: at first memory is new to both sides, which costs time."""
+    started = time.perf_counter()
+    while time.perf_counter() - started < within_s:
+        first_step, first_merge = island.step, len(merges_in(folder))
+        island.steps(0.0)
+        if FRAGMENTS * (island.step - first_step) <= 1.1 * EVERY * (len(merges_in(folder)) - first_merge):
+            break
+    print(f"settled after {time.perf_counter() - started:.1f} s", flush=True)
+
+
 def attached(island: Island, send: str, turns: int, seconds: float, where: str | None) -> None:
     job, size = island.job, island.size
+    parameters = sum(p.numel() for p in job.model.parameters())
     ratios: list[float] = []
-    steps = merges = 0
-    with tempfile.TemporaryDirectory(dir=where) as place:
+    steps, merges = 0, []
+    with tempfile.TemporaryDirectory(dir=where or place_for_runs(parameters)) as place:
         sync = SyncConfig(fragments=FRAGMENTS, every=EVERY, overlap=2, send=send, publish=send)
         folder = skerry.create(Path(place) / "run", job.model, sync)
         with skerry.serve(folder) as address:
             for turn in range(turns):
                 before = island.steps(seconds)
                 learner = skerry.join(address, job.model, job.optimizers, name="island", tokens_per_step=job.step_tokens)
-                island.steps(0.0)
-                first_step, first_merge = island.step, merges_in(folder)
+                settle(island, folder)
+                first_step, first_merge = island.step, len(merges_in(folder))
                 during = island.steps(seconds)
-                steps, merges = steps + island.step - first_step, merges + merges_in(folder) - first_merge
+                steps += island.step - first_step
+                merges += merges_in(folder)[first_merge:]
                 learner.leave()
                 after = island.steps(seconds)
                 ratios.append(during / ((before + after) / 2))
@@ -153,14 +174,23 @@ def attached(island: Island, send: str, turns: int, seconds: float, where: str |
     bar = {"bar": f"step time with Skerry over without, {size}, {send}", "value": round(mean, 4), "target": 1.01}
     more = {
         "standard_error": round(error, 4),
-        "parameters": sum(p.numel() for p in job.model.parameters()),
-        "merged_every_steps": round(FRAGMENTS * steps / merges, 1) if merges else None,
+        "parameters": parameters,
+        "merged_every_steps": round(FRAGMENTS * steps / len(merges), 1) if merges else None,
+        "merge_ms": round(1e3 * statistics.median(merges), 1) if merges else None,
     }
     print(json.dumps({**bar, "ok": mean <= 1.01, **more}), flush=True)
 
 
-def merges_in(folder: Path) -> int:
-    return sum('"merge"' in line for line in (folder / "metrics.jsonl").read_text().splitlines())
+def merges_in(folder: Path) -> list[float]:
+    """How long each took, from the question to the version that counts."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["seconds"] for record in records if record["kind"] == "merge"]
+
+
+def place_for_runs(parameters: int) -> str | None:
+    """Memory, if there is room for two versions of everything."""
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 36 * parameters else None
 
 
 def main() -> None:
@@ -170,7 +200,7 @@ def main() -> None:
     parser.add_argument("--codecs", nargs="*", default=["bf16", "int4"])
     parser.add_argument("--turns", type=int)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--folder", default="/dev/shm" if Path("/dev/shm").is_dir() else None, help="for run folders")
+    parser.add_argument("--folder", help="for run folders; memory if nothing is said")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU")

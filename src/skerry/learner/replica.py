@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from skerry.config import SyncConfig
+from skerry.core.codec import Codec
 from skerry.core.exchange import KEPT_GIVES
 from skerry.core.feedback import Feedback
 from skerry.core.fragment import SET_ASIDE_SHARE, Fragment, Layout
 from skerry.core.fragment_codec import fragment_codec
 from skerry.core.tensors import model_tensors
+from skerry.core.vectors import empty_like
 from skerry.errors import ConfigError
 from skerry.learner.pinned import PinnedMemory
 
@@ -70,6 +72,8 @@ class _Pinned:
     """For those held and those that are to be adopted."""
     outgoing: PinnedMemory
     """For contributions, encoded."""
+    incoming: PinnedMemory
+    """For differences between versions, encoded."""
 
 
 class Replica:
@@ -108,11 +112,12 @@ class Replica:
         if self._cuda:
             count, numel = len(layout.fragments), max(fragment.numel for fragment in layout.fragments)
             spare = max(1, count // SET_ASIDE_SHARE)
-            encoded = max(c.size_bytes(f.numel) for c, f in zip(self._codecs, layout.fragments, strict=True))
             streams = [self._stream, self._copies]
+            sent, published = _most_bytes(layout, sync.send), _most_bytes(layout, sync.publish)
             self._pinned = _Pinned(
                 PinnedMemory(numel * torch.float32.itemsize, count + spare, self.device, streams),
-                PinnedMemory(encoded, spare, self.device, streams),
+                PinnedMemory(sent, spare, self.device, streams),
+                PinnedMemory(published, spare, self.device, streams),
             )
 
     @property
@@ -261,7 +266,8 @@ class Replica:
         with self._on_side():
             if self._written is not None:
                 self._stream.wait_event(self._written)
-            values = torch.cat(self._read(self.layout.fragments[index]))
+            parts = self._read(self.layout.fragments[index])
+            values = torch.cat(parts) if self._cuda else torch.cat(parts, out=empty_like(held))
             if self._cuda:
                 self._being_read.append(self._recorded())
         if self._sync.adopt == "carry":
@@ -270,7 +276,7 @@ class Replica:
 
         def progress() -> Tensor:
             with self._on_side():
-                return self._as_model(index, held) - values
+                return torch.sub(self._as_model(index, held), values, out=empty_like(values))
 
         return Snapshot(index, at_step, feedback.missing if feedback is not None else None, progress)
 
@@ -325,15 +331,46 @@ class Replica:
 
         return arrived
 
+    def decode(self, codec: Codec, received: Tensor, numel: int, had: Tensor | None) -> Tensor:
+        """A version from what was received: all of its values, or how it differs from the version `had`, perhaps in several
+        steps. Differences beside a GPU are added up there."""
+        if had is None:
+            return codec.decode(received, numel)
+        differences = torch.split(received, codec.size_bytes(numel))
+        pinned = self._pinned
+        if pinned is None:
+            values = torch.add(had, codec.decode(differences[0], numel), out=empty_like(had))
+            for difference in differences[1:]:
+                values.add_(codec.decode(difference, numel))
+            return values
+        with torch.cuda.stream(self._copies):
+            values = had.to(self.device, non_blocking=True)
+            for difference in differences:
+                arrived = pinned.incoming.take(difference.numel(), torch.uint8).copy_(difference)
+                values.add_(codec.decode(arrived.to(self.device, non_blocking=True), numel))
+            return values
+
     def prepare(self, index: int, values: Tensor, since_step: int, floor: int = 0) -> Prepared:
         """Make a version ready for adoption, off the training thread."""
-        pinned = self._pinned
+        pinned, change, event = self._pinned, values, None
         if pinned is not None:
-            values = pinned.versions.take(values.numel(), torch.float32).copy_(values)
+            values = pinned.versions.take(values.numel(), torch.float32)
+            if change.is_cuda:
+                with torch.cuda.stream(self._copies):
+                    values.copy_(change, non_blocking=True)
+                    event = _recorded(self._copies)
+                event.synchronize()
+            else:
+                change, event = self._to_device(values.copy_(change))
         if self._sync.adopt != "carry":
-            return Prepared(values, *self._to_device(values), None, floor)
+            return Prepared(values, change, event, None, floor)
         since, is_version = self._since(index, since_step)
         return Prepared(values, *self._difference(index, values, since, is_version), since, floor)
+
+
+def _most_bytes(layout: Layout, codec: str) -> int:
+    """Of any fragment, encoded."""
+    return max(fragment_codec(codec, layout, fragment).size_bytes(fragment.numel) for fragment in layout.fragments)
 
 
 def _recorded(stream: Any) -> Any:

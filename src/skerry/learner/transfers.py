@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors.torch import load
 from torch import Tensor
 
@@ -247,7 +246,8 @@ class Transfers:
 
         def decode() -> Prepared:
             header, data = download.finish()
-            values = self._decode(header, data, values_had)
+            codec, numel = self._codec(header)
+            values = replica.decode(codec, byte_tensor(data), numel, values_had if header.HasField("since") else None)
             return replica.prepare(fragment, values, since_step, header.floor)
 
         self._forget(download)
@@ -305,17 +305,6 @@ class Transfers:
         if held.fetched is not None and fragment in link.prepared:
             return held.fetched.version, link.prepared[fragment].values
         return (held.version, replica.held(fragment)) if held.version >= 0 else (None, None)
-
-    def _decode(self, header: pb.Fetched, data: memoryview, had: Tensor | None) -> Tensor:
-        codec, numel = self._codec(header)
-        received = byte_tensor(data)
-        if not header.HasField("since"):
-            return codec.decode(received, numel)
-        assert had is not None
-        values = had
-        for difference in torch.split(received, codec.size_bytes(numel)):
-            values = values + codec.decode(difference, numel)
-        return values
 
     def _codec(self, header: pb.Fetched) -> tuple[Codec, int]:
         """Of a fragment's version, and the number of its elements."""
