@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from skerry.wire.connection import TLS
 
+MOST_MERGE_THREADS = 4
+"""Of one merge, on a machine with four times as many cores."""
+
 _TRAIN_USAGE = """usage: skerry train [CONFIG.toml] [--SETTING VALUE ...] [--chaos PLAN] [--proxy]
 
 Train a model as the file says, on this machine: a syncer, its islands and a validator. Every setting can be given on the
@@ -243,10 +246,12 @@ def _merging_part(name: str) -> None:
     from skerry.syncer.memory import keep_freed_memory
 
     keep_freed_memory()  # before torch and gRPC start threads
+    # Merges run side by side, and islands may train here: threads inside a merge must not spin idly, and few machines have
+    # cores for them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    # Merges run side by side, one thread each; threads inside a merge would spin idly and take cores from islands here.
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, min(MOST_MERGE_THREADS, (os.cpu_count() or 1) // 4)))
 
 
 def _stopped_by_signal() -> asyncio.Event:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-SLICE = 1 << 22
+SLICE = 1 << 20
 """Elements that are encoded at a time: a whole fragment would need several times its own memory."""
 NOTHING = 1e-30
 """A block whose largest element is smaller counts as zeros: its scale might not be a normal number."""

@@ -16,6 +16,7 @@ Rules:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -211,12 +212,12 @@ class Exchange:
     def can_answer(self) -> bool:
         return any(self._answer(held) is not None for held in self.held)
 
-    def answers(self) -> list[Give | GiveNothing]:
-        """Questions that can be answered now; each is handed out once."""
+    def answers(self, busy: Collection[int] = ()) -> list[Give | GiveNothing]:
+        """Questions that can be answered now; each is handed out once. Those of fragments that are busy wait."""
         ready = []
-        for held in self.held:
+        for index, held in enumerate(self.held):
             answer = self._answer(held)
-            if answer is not None:
+            if answer is not None and index not in busy:
                 held.question = None
                 held.answered = answer.question.step
                 ready.append(answer)

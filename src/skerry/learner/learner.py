@@ -295,6 +295,7 @@ class Learner:
             link.journal.began_step(steps + 1, self._run_tokens)
         self._open_gate()
         link.step_done()
+        self._replica.keep_up()
         self._wait_in_lock_step()
 
     def _take_gate(self) -> None:

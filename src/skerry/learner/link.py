@@ -51,6 +51,8 @@ HEARTBEAT_S = 1.0
 REPORT_EVERY_S = 0.2
 LOW_REPORT_S = 0.05
 """The same when leases are about to run out."""
+WORKERS = 4
+"""Threads that copy, encode and decode; beside a GPU they mostly wait for it."""
 REPORT_PAUSE_S = 0.01
 SOON_S = 1e-6
 """Less is not waited for: it may be nothing but rounding."""
@@ -125,7 +127,7 @@ class Link:
         self._to_report = False
         self._stream: transfer.ControlStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pool = DaemonWorkers(2, "skerry-exchange")
+        self._pool = DaemonWorkers(WORKERS, "skerry-exchange")
         self._loop = shared_loop()
         self._main: asyncio.Task[None] | None = None
         self._over = threading.Event()

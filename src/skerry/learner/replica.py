@@ -107,6 +107,7 @@ class Replica:
         self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._copies: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._written: Any = None
+        self._step_before: Any = None
         self._being_read: list[Any] = []
         self._pinned: _Pinned | None = None
         if self._cuda:
@@ -138,6 +139,13 @@ class Replica:
         """Call after parameters were written, holding the gate."""
         if self._cuda:
             self._written = _recorded(torch.cuda.current_stream(self.device))
+
+    def keep_up(self) -> None:
+        """Call after each step, without the gate: waits for the GPU to finish the step before, so that it always has one to do
+        and no more. Where a loop runs ahead of it by many steps, what is sent would be late by as many."""
+        before, self._step_before = self._step_before, self._written
+        if before is not None:
+            before.synchronize()
 
     def adopt(self, index: int, prepared: Prepared, since_step: int, counted: int) -> bool:
         """Put a version into the model, holding the gate. It contains this learner's progress up to `counted`; for `carry`,
@@ -374,6 +382,6 @@ def _most_bytes(layout: Layout, codec: str) -> int:
 
 
 def _recorded(stream: Any) -> Any:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

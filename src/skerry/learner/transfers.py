@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors.torch import load
 from torch import Tensor
@@ -45,6 +45,14 @@ class Encoded:
     checksum: int
 
 
+class Answers(NamedTuple):
+    """To the questions that can be answered at one moment."""
+
+    again: list[Encoded]
+    taken: list[tuple[Give, Snapshot]]
+    nothings: list[Question]
+
+
 @dataclass
 class _Unreached:
     since: float
@@ -58,6 +66,8 @@ class Transfers:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._answering = False
+        self._encoding: set[int] = set()
+        """Fragments whose last answer is not encoded yet: asked again after a new welcome, the same one is to be given."""
         self._encoded: dict[int, Encoded] = {}
         """By fragment: the last answer, until it is delivered."""
         self._sending: set[tuple[Routes, int, int]] = set()
@@ -79,56 +89,68 @@ class Transfers:
         assert replica is not None
         try:
             if replica.quick and replica.between_steps and replica.gate.acquire(blocking=False):
-                gives, nothings = self._take_snapshots()
+                again, taken, nothings = self._take_snapshots()
             else:
-                gives, nothings = await link.off_loop(self._wait_for_snapshots)
+                again, taken, nothings = await link.off_loop(self._wait_for_snapshots)
         finally:
             self._answering = False
         for question in nothings:
             link.send(pb.ToSyncer(nothing=pb.NothingToGive(fragment=question.fragment, step=question.step)))
-        for encoded in gives[1:]:
+        for encoded in again:
             link.spawn(self._upload(encoded))
-        if gives:
-            await self._upload(gives[0])
+        for give, snapshot in taken:
+            link.spawn(self._give(give, snapshot))
 
-    def _wait_for_snapshots(self) -> tuple[list[Encoded], list[Question]]:
+    def _wait_for_snapshots(self) -> Answers:
         link = self._link
         assert link.replica is not None
         if not link.replica.acquire_between_steps(lambda: link.closing):
-            return [], []
+            return Answers([], [], [])
         return self._take_snapshots()
 
-    def _take_snapshots(self) -> tuple[list[Encoded], list[Question]]:
+    def _take_snapshots(self) -> Answers:
         """With the gate held, which is let go: copies of one moment between two optimizer steps, for every question that can
-        be answered; then encoded."""
+        be answered."""
         link, exchange, replica = self._link, self._link.exchange, self._link.replica
         assert exchange is not None and replica is not None
-        gives: list[Encoded] = []
-        taken: list[tuple[Give, Snapshot]] = []
-        nothings: list[Question] = []
+        found = Answers([], [], [])
         try:
             with link.changed:
-                for answer in exchange.answers():
+                for answer in exchange.answers(self._encoding):
                     if isinstance(answer, GiveNothing):
-                        nothings.append(answer.question)
+                        found.nothings.append(answer.question)
                         continue
                     fragment = answer.question.fragment
                     if answer.again:
-                        gives.append(dataclasses.replace(self._encoded[fragment], give=answer))
+                        found.again.append(dataclasses.replace(self._encoded[fragment], give=answer))
                         continue
                     snapshot = link.staged.get(fragment) if answer.staged else None
-                    taken.append((answer, snapshot or replica.snapshot(fragment, answer.at.steps)))
+                    found.taken.append((answer, snapshot or replica.snapshot(fragment, answer.at.steps)))
                     exchange.given(answer)
+                    self._encoding.add(fragment)
         finally:
             replica.gate.release()
-        for give, snapshot in taken:
-            data = raw_bytes(replica.encode(snapshot))
-            encoded = Encoded(give, data, checksum(data))
-            with link.changed:
-                self._encoded[give.question.fragment] = encoded
-                exchange.encoded(give)
-            gives.append(encoded)
-        return gives, nothings
+        return found
+
+    async def _give(self, give: Give, snapshot: Snapshot) -> None:
+        link = self._link
+        assert link.replica is not None and link.exchange is not None
+        encoded = self._encode(give, snapshot) if link.replica.quick else await link.off_loop(self._encode, give, snapshot)
+        if link.exchange.has_questions():
+            link.pump()
+        await self._upload(encoded)
+
+    def _encode(self, give: Give, snapshot: Snapshot) -> Encoded:
+        """On a GPU this waits until the step before the snapshot has been computed."""
+        link, exchange, replica = self._link, self._link.exchange, self._link.replica
+        assert exchange is not None and replica is not None
+        data = raw_bytes(replica.encode(snapshot))
+        encoded = Encoded(give, data, checksum(data))
+        with link.changed:
+            self._encoded[give.question.fragment] = encoded
+            self._encoding.discard(give.question.fragment)
+            exchange.encoded(give)
+        return encoded
 
     async def _upload(self, encoded: Encoded) -> None:
         routes, question = self._link.routes, encoded.give.question
