@@ -29,7 +29,8 @@ import torch
 from torch import nn
 
 import skerry
-from skerry.core.codec import byte_tensor, checksum, codec, raw_bytes
+from skerry.core.checksum import checksum
+from skerry.core.codec import byte_tensor, codec, raw_bytes
 from skerry.core.fragment import split
 from skerry.core.merge import FragmentState, merge, nesterov, norms_of, publish, radial_mean
 from skerry.core.tensors import model_tensors

@@ -14,7 +14,8 @@ from torch import nn
 from skerry.config import SyncConfig
 from skerry.core import block_codecs, topk_codec
 from skerry.core.block_codecs import BLOCK
-from skerry.core.codec import byte_tensor, checksum, codec, raw_bytes
+from skerry.core.checksum import checksum
+from skerry.core.codec import byte_tensor, codec, raw_bytes
 from skerry.core.feedback import Feedback
 from skerry.core.fragment import TensorSpec, split
 from skerry.core.fragment_codec import fragment_codec

@@ -7,11 +7,9 @@ operations that IEEE 754 rounds in one way only, and of sums that do not depend 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
 from skerry.core.block_codecs import E3M0, Fp8, Int4, Int8
@@ -103,19 +101,3 @@ def byte_tensor(data: memoryview) -> Tensor:
     if len(data) == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
-
-
-def checksum(data: memoryview | bytes | bytearray, before: int = 0) -> int:
-    """32 bits of XXH3: everything that is sent or stored passes through here, so it has to be as fast as memory."""
-    return xxhash.xxh3_64_intdigest(data, before) & _32_BITS
-
-
-def checksum_in_parts(parts: Iterable[bytes]) -> int:
-    """The same as `checksum` of all of them together."""
-    found = xxhash.xxh3_64()
-    for part in parts:
-        found.update(part)
-    return found.intdigest() & _32_BITS
-
-
-_32_BITS = 0xFFFFFFFF

@@ -12,11 +12,13 @@ import mmap
 import weakref
 from collections.abc import Callable
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SMALL_BYTES = 1 << 16
 """Up to this many, an allocation costs nothing to speak of."""
@@ -89,8 +91,11 @@ def give_back() -> None:
         free.clear()
 
 
-def empty_like(vector: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """As torch.empty_like."""
+def empty_like(vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """As torch.empty_like, in fp32 if no type is given."""
+    import torch  # not above: a process that only carries bytes does without
+
+    dtype = torch.float32 if dtype is None else dtype
     if vector.device.type != "cpu" or not vector.numel():
         return torch.empty_like(vector, dtype=dtype)
     return torch.from_numpy(empty_bytes(vector.numel() * dtype.itemsize)).view(dtype).view(vector.shape)

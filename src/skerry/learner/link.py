@@ -38,6 +38,7 @@ from skerry.learner.workers import DaemonWorkers
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire import transfer
 from skerry.wire.connection import PROTOCOL, TLS, check_reachable, open_channel
+from skerry.wire.ferry import Ferry
 from skerry.wire.lanes import Lanes
 from skerry.wire.loop import shared_loop
 from skerry.wire.meter import Meter
@@ -92,6 +93,7 @@ class Link:
         self.run_tokens = 0
         self.loss: float | None = None
         self.pace = Pace()
+        self._capped = cap_mbit > 0
         self.sent = Meter(cap_mbit)
         self.received = Meter(cap_mbit)
         self.connected = False
@@ -101,6 +103,8 @@ class Link:
         self.leaving = False
         self.quarantined = False
         self.routes: Routes | None = None
+        self.ferry: Ferry | None = None
+        """The process that carries bulk data, beside a GPU."""
         self.courier: StateCourier | None = None
         self.fixed_loaded = False
         self.leases = LeaseBook()
@@ -221,6 +225,8 @@ class Link:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self.ferry is not None:
+                await self.ferry.close()
             self._over.set()
 
     def _guarded(self, act: Callable[[], None]) -> None:
@@ -269,7 +275,9 @@ class Link:
             ]
             stub, *bulk = map(SyncerStub, channels)
             await self._prepare_for(await transfer.describe(stub, PROTOCOL))
-            routes = self.routes = Routes(self._lanes(bulk), self._connections, self._tls, self._lanes)
+            routes = self.routes = Routes(
+                self._lanes(bulk), self.address, self._connections, self._tls, self._lanes, lambda: self.ferry
+            )
             stream = self._stream = transfer.ControlStream(stub, self.sent, self.received)
             self._stream.send(pb.ToSyncer(hello=self._hello()))
             beat = asyncio.get_running_loop().create_task(self._heartbeat(stream, routes))
@@ -299,11 +307,20 @@ class Link:
             return
         sync: SyncConfig = from_json(SyncConfig, description.sync_json)
         layout = split([spec for spec, _ in model_tensors(self._model)], sync.fragments)
-        replica = await self.off_loop(Replica, self._model, layout, sync)  # may set gigabytes of memory aside
+        replica: Replica = await self.off_loop(Replica, self._model, layout, sync)  # may set gigabytes of memory aside
         with self.changed:
             self._run_id = description.run_id
             self.replica = replica
             self.exchange = Exchange(sync, len(layout.fragments))
+        if (shared := replica.shared) is not None and not self._capped:  # under a cap there is never much to carry
+            self.ferry = Ferry(shared[0], shared[1], self.sent, self.received)
+            self.spawn(self._start_ferry(self.ferry))
+
+    async def _start_ferry(self, ferry: Ferry) -> None:
+        try:
+            await ferry.start(self.name, self.session, self._connections, self._tls)
+        except (OSError, WireError) as error:
+            log.warning("%s carries bulk data in the training process: %s", self.name, error)
 
     def _hello(self) -> pb.Hello:
         assert self.exchange is not None

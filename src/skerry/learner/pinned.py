@@ -26,14 +26,29 @@ log = logging.getLogger("skerry.learner")
 
 
 class PinnedMemory:
-    def __init__(self, piece_bytes: int, count: int, device: torch.device, streams: Sequence[Any]) -> None:
-        """`streams` are those of that device which read from it, or write to it without being waited for."""
+    def __init__(
+        self, piece_bytes: int, count: int, device: torch.device, streams: Sequence[Any], shared: bool = False
+    ) -> None:
+        """`streams` are those of that device which read from it, or write to it without being waited for. What is shared can be
+        given to another process, where the system has such memory."""
         piece_bytes = -(-piece_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.size_bytes = piece_bytes * count
+        self.descriptor = -1
+        """For another process; -1 if it is not shared."""
         self._piece_bytes, self._streams = piece_bytes, streams
         self._process = os.getpid()
         self._free: collections.deque[tuple[int, list[Any]]] = collections.deque()
         """Pieces, each with what the GPU had been told when it became free. The longest free is taken first."""
-        self._memory = _pinned(piece_bytes * count, device)
+        if shared and hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("skerry")
+        self._memory = _pinned(self.size_bytes, device, self.descriptor)
+        if self.descriptor >= 0:
+            descriptor = self.descriptor
+            if self._memory is None:
+                os.close(descriptor)
+                self.descriptor = -1
+            else:
+                when_gone(self._memory, lambda: os.close(descriptor))
         if self._memory is not None:
             self._free.extend((index * piece_bytes, []) for index in range(count))
 
@@ -54,15 +69,26 @@ class PinnedMemory:
         when_gone(piece, lambda: self._give_back(start))
         return torch.from_numpy(piece).view(dtype)
 
+    def place_of(self, data: memoryview) -> int | None:
+        """Where in this memory that is; None if it is elsewhere."""
+        if self._memory is None or not len(data):
+            return None
+        start = np.frombuffer(data, dtype=np.uint8).ctypes.data - self._memory.ctypes.data
+        return int(start) if 0 <= start < self.size_bytes else None
+
     def _give_back(self, start: int) -> None:
         if os.getpid() == self._process:  # a forked one has no GPU, and no use for it
             self._free.append((start, [stream.record_event() for stream in self._streams]))
 
 
-def _pinned(size_bytes: int, device: torch.device) -> Bytes | None:
+def _pinned(size_bytes: int, device: torch.device, descriptor: int) -> Bytes | None:
     """Pages of our own: torch would round each allocation up to a power of two."""
     try:
-        pages = private_pages(max(size_bytes, 1))
+        if descriptor < 0:
+            pages = private_pages(max(size_bytes, 1))
+        else:
+            os.ftruncate(descriptor, size_bytes)
+            pages = mmap.mmap(descriptor, size_bytes)
     except OSError as error:
         _say_why(size_bytes, str(error))
         return None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from skerry.config import SyncConfig
-from skerry.core.codec import Codec
+from skerry.core.codec import Codec, raw_bytes
 from skerry.core.exchange import KEPT_GIVES
 from skerry.core.feedback import Feedback
 from skerry.core.fragment import SET_ASIDE_SHARE, Fragment, Layout
@@ -31,6 +31,8 @@ QUICK_NUMEL = 1 << 19
 """The largest fragment that the event loop copies and casts by itself. Every other codec takes about eight times as long."""
 OPEN_ANSWERS = 2
 """Of one fragment: its rounds follow each other, so only answers to the same question can both be open."""
+SETS_ASIDE = ("cuda",)
+"""Devices beside which memory for the exchange is set aside when an island joins."""
 GATE_S = 0.2
 HALF_STEP_S, RETRY_GATE_S = 1.0, 0.001
 
@@ -82,6 +84,7 @@ class Replica:
         self._sync = sync
         self._tensors = [tensor.detach() for _, tensor in model_tensors(model)]
         self._codecs = [fragment_codec(sync.send, layout, fragment) for fragment in layout.fragments]
+        self._published = [fragment_codec(sync.publish, layout, fragment) for fragment in layout.fragments]
         self._held: list[Tensor | None] = [None] * len(layout.fragments)
         """The version adopted last, as the syncer has it, on the host."""
         with_feedback = [sync.feedback == "always" or (sync.feedback == "auto" and c.needs_feedback) for c in self._codecs]
@@ -110,15 +113,15 @@ class Replica:
         self._step_before: Any = None
         self._being_read: list[Any] = []
         self._pinned: _Pinned | None = None
-        if self._cuda:
+        if self.device.type in SETS_ASIDE:
             count, numel = len(layout.fragments), max(fragment.numel for fragment in layout.fragments)
             spare = max(1, count // SET_ASIDE_SHARE)
-            streams = [self._stream, self._copies]
-            sent, published = _most_bytes(layout, sync.send), _most_bytes(layout, sync.publish)
+            streams = [self._stream, self._copies] if self._cuda else []
+            sent, published = _most_bytes(self._codecs, layout), _most_bytes(self._published, layout)
             self._pinned = _Pinned(
                 PinnedMemory(numel * torch.float32.itemsize, count + spare, self.device, streams),
-                PinnedMemory(sent, spare, self.device, streams),
-                PinnedMemory(published, spare, self.device, streams),
+                PinnedMemory(sent, spare, self.device, streams, shared=True),
+                PinnedMemory(published, spare, self.device, streams, shared=True),
             )
 
     @property
@@ -304,8 +307,25 @@ class Replica:
             arrived = pinned.outgoing.take(data.numel(), torch.uint8)
             arrived.copy_(data, non_blocking=True)
             event = self._recorded()
-        event.synchronize()
+        if event is not None:
+            event.synchronize()
         return arrived
+
+    @property
+    def shared(self) -> tuple[PinnedMemory, PinnedMemory] | None:
+        """Memory for what is sent and what is received that another process can have as well."""
+        pinned = self._pinned
+        if pinned is None or min(pinned.outgoing.descriptor, pinned.incoming.descriptor) < 0:
+            return None
+        return pinned.outgoing, pinned.incoming
+
+    def room(self, index: int) -> memoryview | None:
+        """For a difference between two versions that is to be received, where memory is set aside for that."""
+        pinned = self._pinned
+        if pinned is None:
+            return None
+        codec, numel = self._published[index], self.layout.fragments[index].numel
+        return raw_bytes(pinned.incoming.take(codec.size_bytes(numel), torch.uint8))
 
     def held(self, index: int) -> Tensor | None:
         return self._held[index]
@@ -346,7 +366,7 @@ class Replica:
             return codec.decode(received, numel)
         differences = torch.split(received, codec.size_bytes(numel))
         pinned = self._pinned
-        if pinned is None:
+        if not self._cuda or pinned is None:
             values = torch.add(had, codec.decode(differences[0], numel), out=empty_like(had))
             for difference in differences[1:]:
                 values.add_(codec.decode(difference, numel))
@@ -354,8 +374,9 @@ class Replica:
         with torch.cuda.stream(self._copies):
             values = had.to(self.device, non_blocking=True)
             for difference in differences:
-                arrived = pinned.incoming.take(difference.numel(), torch.uint8).copy_(difference)
-                values.add_(codec.decode(arrived.to(self.device, non_blocking=True), numel))
+                if pinned.incoming.place_of(raw_bytes(difference)) is None:
+                    difference = pinned.incoming.take(difference.numel(), torch.uint8).copy_(difference)
+                values.add_(codec.decode(difference.to(self.device, non_blocking=True), numel))
             return values
 
     def prepare(self, index: int, values: Tensor, since_step: int, floor: int = 0) -> Prepared:
@@ -376,9 +397,9 @@ class Replica:
         return Prepared(values, *self._difference(index, values, since, is_version), since, floor)
 
 
-def _most_bytes(layout: Layout, codec: str) -> int:
+def _most_bytes(codecs: Sequence[Codec], layout: Layout) -> int:
     """Of any fragment, encoded."""
-    return max(fragment_codec(codec, layout, fragment).size_bytes(fragment.numel) for fragment in layout.fragments)
+    return max(codec.size_bytes(fragment.numel) for codec, fragment in zip(codecs, layout.fragments, strict=True))
 
 
 def _recorded(stream: Any) -> Any:

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from skerry.errors import WireError
+from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import TLS, open_channel
+from skerry.wire.ferry import Ferry, Gone, Place
+from skerry.wire.lane import Download, TooLarge
 from skerry.wire.lanes import Lanes
 from skerry.wire.service import SyncerStub
+
+_numbers = itertools.count()
 
 
 class Routes:
     """Of one connection to the syncer. Connections to shards come and go while it lasts."""
 
     def __init__(
-        self, main: Lanes, connections: int, tls: TLS | None, open_lanes: Callable[[Sequence[SyncerStub]], Lanes]
+        self,
+        main: Lanes,
+        address: str,
+        connections: int,
+        tls: TLS | None,
+        open_lanes: Callable[[Sequence[SyncerStub]], Lanes],
+        ferry: Callable[[], Ferry | None] = lambda: None,
     ) -> None:
+        """`ferry` gives the process that carries bulk data, if there is one at that moment."""
         self.main = main
+        self._address = address
+        self._ferry = ferry
+        self._number = next(_numbers)
         self._connections = connections
         self._tls = tls
         self._open_lanes = open_lanes
@@ -37,6 +55,37 @@ class Routes:
         if not self._shards or fragment >= len(self._of_fragment):
             return ""
         return self._shards[self._of_fragment[fragment]][0]
+
+    async def upload(self, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
+        """As Lanes.upload, wherever the fragment is served."""
+        lanes, ferry = self._served(header.fragment), self._ferry()
+        if ferry is not None and ferry.carries(data):
+            with contextlib.suppress(Gone):
+                return await ferry.upload(self._where(header.fragment), header, data, resume)
+        return await lanes.upload(header, data, resume)
+
+    async def fetch(self, download: Download) -> None:
+        """As Lanes.fetch."""
+        lanes, ferry = self._served(download.wanted.fragment), self._ferry()
+        if ferry is not None and download.room is not None and ferry.takes(download.room):
+            try:
+                await ferry.fetch(self._where(download.wanted.fragment), download, download.room)
+                return
+            except TooLarge:
+                ferry.forget(download.room)
+            except Gone:
+                pass
+            download.room = None
+        await lanes.fetch(download)
+
+    def _served(self, fragment: int) -> Lanes:
+        lanes = self.of(fragment)
+        if lanes is None:
+            raise WireError(f"nobody serves fragment {fragment} just now")
+        return lanes
+
+    def _where(self, fragment: int) -> Place:
+        return Place(self._number, self.address_of(fragment) or self._address)
 
     def place(self, addresses: Sequence[str], of_fragment: Sequence[int]) -> None:
         """The syncer says where fragments are. What was under way to a place that has changed fails, and is tried again."""
@@ -65,7 +114,8 @@ class Routes:
     @property
     def queue_s(self) -> float:
         """How long what is to be sent waited for its turn, of late, where that was longest."""
-        return max(lanes.queue_s for lanes in self._all)
+        ferry = self._ferry()
+        return max(*(lanes.queue_s for lanes in self._all), ferry.queue_s if ferry is not None else 0.0)
 
     def _close(self, shard: tuple[str, Lanes | None, list[Any]]) -> None:
         _, lanes, channels = shard
@@ -84,5 +134,8 @@ class Routes:
         for shard in self._shards:
             self._close(shard)
         self._shards = []
+        ferry = self._ferry()
+        if ferry is not None:
+            ferry.disconnect(self._number)
         await self.main.close()
         await asyncio.gather(*self._closing, return_exceptions=True)

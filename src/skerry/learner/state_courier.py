@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skerry.core import codec as codecs
+from skerry.core.checksum import checksum
 from skerry.errors import WireError
 from skerry.learner.optimizer_state import CannotKeep, OptimizerState
 from skerry.wire import skerry_pb2 as pb
@@ -71,7 +71,7 @@ class StateCourier:
             try:
                 packed, header.steps = await self._link.off_loop(self.state.pack, part)
                 data = memoryview(packed)
-                header.size_bytes, header.checksum = len(data), codecs.checksum(data)
+                header.size_bytes, header.checksum = len(data), checksum(data)
                 header.session, header.journal_json = self._link.session, self._journal()
             except CannotKeep as error:
                 header.reason = str(error)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from safetensors.torch import load
 from torch import Tensor
 
-from skerry.core.codec import FP32, Codec, byte_tensor, checksum, raw_bytes
+from skerry.core.checksum import checksum
+from skerry.core.codec import FP32, Codec, byte_tensor, raw_bytes
 from skerry.core.exchange import Give, GiveNothing, Question, Version
 from skerry.core.fragment_codec import fragment_codec
 from skerry.errors import WireError
@@ -20,7 +21,6 @@ from skerry.learner.replica import Prepared, Snapshot
 from skerry.learner.routes import Routes
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.lane import Download, NotAsWanted
-from skerry.wire.lanes import Lanes
 
 if TYPE_CHECKING:
     from skerry.learner.link import Link
@@ -189,7 +189,7 @@ class Transfers:
         while True:
             address = routes.address_of(question.fragment)  # before waiting: it may be another afterwards
             try:
-                reply = await _served(routes, question.fragment).upload(header, data, resume)
+                reply = await routes.upload(header, data, resume)
             except WireError as error:
                 log.debug("%s: fragment %d was not sent: %s", link.name, question.fragment, error)
                 self._failed(address, error)
@@ -250,10 +250,13 @@ class Transfers:
         wanted = pb.Fetch(fragment=fragment, version=version.version, have=have)
         download = self._downloads.get(fragment)
         if download is None or download.wanted != wanted:
-            download = self._downloads[fragment] = Download(wanted, lambda header: self._check_size(wanted, header))
+            if download is not None:
+                self._forget(download)
+            check, room = (lambda header: self._check_size(wanted, header)), self._room(wanted)
+            download = self._downloads[fragment] = Download(wanted, check, room)
         address = routes.address_of(fragment)
         try:
-            await _served(routes, fragment).fetch(download)
+            await routes.fetch(download)
         except WireError as error:
             log.debug("%s: fragment %d was not fetched: %s", link.name, fragment, error)
             self._failed(address, error)
@@ -285,10 +288,18 @@ class Transfers:
             link.changed.notify_all()
         link.pump()
 
+    def _room(self, wanted: pb.Fetch) -> memoryview | None:
+        """Memory that is shared with the process that carries bulk data. It carries differences; a whole version is rare."""
+        ferry, replica = self._link.ferry, self._link.replica
+        room = replica.room(wanted.fragment) if ferry is not None and replica is not None and wanted.HasField("have") else None
+        return room if room is not None and ferry is not None and ferry.takes(room) else None
+
     def _forget(self, download: Download) -> None:
-        fragment = download.wanted.fragment
+        fragment, ferry = download.wanted.fragment, self._link.ferry
         if self._downloads.get(fragment) is download:
             del self._downloads[fragment]
+            if ferry is not None and download.room is not None and download.header is None:
+                ferry.forget(download.room)
 
     def _fetch_again(self, version: Version, routes: Routes) -> None:
         link, exchange = self._link, self._link.exchange
@@ -356,10 +367,3 @@ class Transfers:
         if header.size_bytes != expected:
             what = f"fragment {wanted.fragment} should be {expected} bytes in {header.codec}"
             raise WireError(f"{what}, {header.size_bytes} declared")
-
-
-def _served(routes: Routes, fragment: int) -> Lanes:
-    lanes = routes.of(fragment)
-    if lanes is None:
-        raise WireError(f"nobody serves fragment {fragment} just now")
-    return lanes

@@ -22,7 +22,8 @@ from safetensors.torch import load, load_file
 from torch import Tensor
 
 from skerry.config import SyncConfig, from_json
-from skerry.core.codec import checksum, raw_bytes
+from skerry.core.checksum import checksum
+from skerry.core.codec import raw_bytes
 from skerry.core.fragment import Fragment, Layout, TensorSpec, split
 from skerry.core.merge import FragmentState
 from skerry.core.standing import Standing

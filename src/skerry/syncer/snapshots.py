@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from skerry.core.codec import checksum_in_parts
+from skerry.core.checksum import checksum_in_parts
 from skerry.core.syncer import SyncerCore
 from skerry.durable import sync_path, write_durably
 from skerry.errors import StoreError

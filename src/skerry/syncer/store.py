@@ -26,7 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from skerry.config import SyncConfig, to_json
-from skerry.core.codec import checksum
+from skerry.core.checksum import checksum
 from skerry.core.fragment import Fragment, Layout, TensorSpec, split
 from skerry.core.merge import FragmentState
 from skerry.core.messages import Merge

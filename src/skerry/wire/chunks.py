@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skerry.core.codec import checksum
+from skerry.core.checksum import checksum
 from skerry.core.fragment import Layout
 from skerry.core.vectors import empty_bytes
 from skerry.errors import WireError
@@ -38,10 +38,10 @@ class Assembly:
     """Puts chunks together, in whichever order they come. Memory is bounded by the declared size, which the caller has checked
     against what it expects."""
 
-    def __init__(self, size_bytes: int, expected_checksum: int) -> None:
+    def __init__(self, size_bytes: int, expected_checksum: int, room: memoryview | None = None) -> None:
         self.size_bytes = size_bytes
-        self._buffer: memoryview | None = None
-        """Made when the first chunk comes: a header alone costs nothing."""
+        self._buffer = None if room is None else room[:size_bytes]
+        """If no room is given, made when the first chunk comes: a header alone costs nothing."""
         self._checksum = expected_checksum
         self.chunks = count_chunks(size_bytes)
         self._missing = set(range(self.chunks))
@@ -74,9 +74,16 @@ class Assembly:
                 runs.append((number, 1))
         return runs
 
+    def give_up(self) -> None:
+        """Nothing more is written, whatever comes."""
+        self._buffer = None
+        self._missing.clear()
+
     def finish(self) -> memoryview:
         """The whole. Takes a while if it is large."""
-        assert self.complete and self._buffer is not None
+        assert self.complete
+        if self._buffer is None:
+            raise WireError("it was given up")
         actual = checksum(self._buffer)
         if actual != self._checksum:
             raise WireError(f"checksum mismatch: declared {self._checksum:08x}, received {actual:08x}")

@@ -48,14 +48,21 @@ class NotAsWanted(WireError):
     """What was sent is not what was asked for, or it is not there: to go on asking for the rest is of no use."""
 
 
+class TooLarge(NotAsWanted):
+    """What there is does not fit into the room that was given."""
+
+
 class Download:
     """A version on its way here. What has come stays when a connection breaks."""
 
-    def __init__(self, wanted: pb.Fetch, check: Callable[[pb.Fetched], None]) -> None:
+    def __init__(self, wanted: pb.Fetch, check: Callable[[pb.Fetched], None], room: memoryview | None = None) -> None:
         self.wanted = wanted
+        self.room = room
+        """Where it is to arrive, if that matters."""
         self._check = check
         self.header: pb.Fetched | None = None
         self.assembly: Assembly | None = None
+        self._arrived: memoryview | None = None
 
     def begins(self, header: pb.Fetched) -> None:
         """Memory is set aside once what is declared has been looked at."""
@@ -65,7 +72,9 @@ class Download:
             raise NotAsWanted(header.reason)
         if self.header is None:
             self._check(header)
-            self.header, self.assembly = header, Assembly(header.size_bytes, header.checksum)
+            if self.room is not None and header.size_bytes > len(self.room):
+                raise TooLarge(f"{header.size_bytes} bytes do not fit into {len(self.room)}")
+            self.header, self.assembly = header, Assembly(header.size_bytes, header.checksum, self.room)
         elif _what(header) != _what(self.header):
             raise NotAsWanted(f"version {header.version} of fragment {header.fragment} is something else than before")
 
@@ -73,9 +82,22 @@ class Download:
     def missing(self) -> list[Run]:
         return self.assembly.missing if self.assembly is not None else [(0, MOST_CHUNKS)]
 
+    def arrived(self, header: pb.Fetched, data: memoryview) -> None:
+        """All of it, by another way, where its checksum was found to be right."""
+        self._check(header)
+        self.header, self._arrived = header, data
+
+    def give_up(self) -> None:
+        """Nothing more is written."""
+        if self.assembly is not None:
+            self.assembly.give_up()
+
     def finish(self) -> tuple[pb.Fetched, memoryview]:
         """Takes a while if it is large."""
-        assert self.header is not None and self.assembly is not None
+        assert self.header is not None
+        if self._arrived is not None:
+            return self.header, self._arrived
+        assert self.assembly is not None
         return self.header, self.assembly.finish()
 
 
