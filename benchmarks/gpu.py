@@ -36,6 +36,8 @@ SHAPES = {
     "1b": ModelConfig(size="1m", layers=20, width=2048, heads=16, context=1024),
 }
 EVERY = FRAGMENTS = 24
+SHARDS = 2
+"""Processes that merge: one alone is busy with bytes when a step takes few milliseconds."""
 
 
 def seconds_of(work, times: int = 20) -> float:
@@ -155,7 +157,7 @@ def attached(island: Island, send: str, turns: int, seconds: float, where: str |
     with tempfile.TemporaryDirectory(dir=where or place_for_runs(parameters)) as place:
         sync = SyncConfig(fragments=FRAGMENTS, every=EVERY, overlap=2, send=send, publish=send)
         folder = skerry.create(Path(place) / "run", job.model, sync)
-        with skerry.serve(folder) as address:
+        with skerry.serve(folder, shards=SHARDS) as address:
             for turn in range(turns):
                 before = island.steps(seconds)
                 learner = skerry.join(address, job.model, job.optimizers, name="island", tokens_per_step=job.step_tokens)

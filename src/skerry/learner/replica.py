@@ -124,6 +124,11 @@ class Replica:
                 PinnedMemory(published, spare, self.device, streams, shared=True),
             )
 
+            with self._on_side():
+                # What is compiled when it is first used is compiled now: later it would hold up the first of all fragments.
+                for codec, fragment in zip(self._codecs, layout.fragments, strict=True):
+                    codec.encode(torch.zeros(fragment.numel, device=self.device))
+
     @property
     def on_cpu(self) -> bool:
         return not self._cuda

@@ -4,35 +4,37 @@ To send and receive takes the interpreter for a good part of the time when there
 loop needs it to keep the GPU busy. The process does what it is told and decides nothing: what to send and what to ask for, and
 what to do when that fails, stays with the island. It ends when the island's end of the socket between them is closed.
 
-Both ends of that socket are here. Messages are tuples, pickled, each after its size; nobody else can write to it.
+Both ends of that socket are here. A message is a list in JSON and some bytes, after the sizes of both.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
+import json
 import mmap
 import os
-import pickle
 import signal
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from skerry.errors import WireError
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import TLS, open_channel
-from skerry.wire.lane import Download
+from skerry.wire.lane import Download, NotAsWanted, TooLarge
 from skerry.wire.lanes import Lanes
+from skerry.wire.loop import CalmSelector
 from skerry.wire.meter import Meter
 from skerry.wire.service import SyncerStub
+from skerry.wire.transfer import TryAgain
 
-_SIZE = struct.Struct("<I")
+_SIZES = struct.Struct("<II")
 HEARTBEAT_S = 1.0
 END_S = 5.0
 
@@ -62,22 +64,10 @@ class Place(NamedTuple):
     address: str
 
 
-@dataclass(frozen=True)
-class _Setup:
-    outgoing: tuple[int, int]
-    """Descriptor and size."""
-    incoming: tuple[int, int]
-    name: str
-    session: str
-    connections: int
-    tls: TLS | None
-
-
 class _Reply(NamedTuple):
     number: int
-    message: bytes
-    """What the syncer said, if it went well."""
-    error: type[WireError] | None
+    error: str
+    """Of which kind, if it did not go well."""
     words: str
     sent_bytes: int
     """Since the process began, as the next."""
@@ -85,14 +75,17 @@ class _Reply(NamedTuple):
     queue_s: float
 
 
-def _frame(message: Any) -> bytes:
-    data = pickle.dumps(message)
-    return _SIZE.pack(len(data)) + data
+_ERRORS = {kind.__name__: kind for kind in (NotAsWanted, TooLarge, TryAgain)}
 
 
-async def _next(reader: asyncio.StreamReader) -> Any:
-    (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
-    return pickle.loads(await reader.readexactly(size))
+def _frame(message: Sequence[Any], data: bytes = b"") -> bytes:
+    words = json.dumps(message).encode()
+    return b"".join((_SIZES.pack(len(words), len(data)), words, data))
+
+
+async def _next(reader: asyncio.StreamReader) -> tuple[list[Any], bytes]:
+    words, data = _SIZES.unpack(await reader.readexactly(_SIZES.size))
+    return json.loads(await reader.readexactly(words)), await reader.readexactly(data)
 
 
 # ---------------------------------------------------------------- the island's end
@@ -108,7 +101,7 @@ class Ferry:
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[asyncio.Future[_Reply], object]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[bytes], object]] = {}
         """With what is shared: it stays as it is until the process is done with it, whoever gives up waiting."""
         self._counted = (0, 0)
         self.queue_s = 0.0
@@ -125,7 +118,8 @@ class Ferry:
             shared = (there.fileno(), outgoing[0], incoming[0])
             self._process = subprocess.Popen(command, pass_fds=shared, stdin=subprocess.DEVNULL)
         reader, self._writer = await asyncio.open_connection(sock=here)
-        self._writer.write(_frame(_Setup(outgoing, incoming, name, session, connections, tls)))
+        setup = [outgoing, incoming, name, session, connections, dataclasses.asdict(tls) if tls is not None else None]
+        self._writer.write(_frame(setup))
         try:
             await _next(reader)
         except (asyncio.IncompleteReadError, OSError) as error:
@@ -139,16 +133,16 @@ class Ferry:
     async def upload(self, place: Place, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
         """As Lanes.upload, of data that is in shared memory."""
         with self._sent.under_way():
-            told = (header.SerializeToString(), self._outgoing.place_of(data), len(data), resume)
-            reply = await self._ask(data, "upload", place, *told)
-        return pb.UploadReply.FromString(_good(reply))
+            start = self._outgoing.place_of(data)
+            reply = await self._ask(data, header.SerializeToString(), "upload", *place, start, len(data), resume)
+        return pb.UploadReply.FromString(reply)
 
     async def fetch(self, place: Place, download: Download, room: memoryview) -> None:
         """As Lanes.fetch, into shared memory. What has come stays there when this fails, until it is forgotten."""
         with self._received.under_way():
-            told = (download.wanted.SerializeToString(), self._incoming.place_of(room), len(room))
-            reply = await self._ask(room, "fetch", place, *told)
-        header = pb.Fetched.FromString(_good(reply))
+            start = self._incoming.place_of(room)
+            reply = await self._ask(room, download.wanted.SerializeToString(), "fetch", *place, start, len(room))
+        header = pb.Fetched.FromString(reply)
         download.arrived(header, room[: header.size_bytes])
 
     def takes(self, room: memoryview) -> bool:
@@ -157,34 +151,40 @@ class Ferry:
     def forget(self, room: memoryview) -> None:
         """What has come into it is of no use any more."""
         if self.running:
-            self._tell(asyncio.get_running_loop().create_future(), room, "forget", self._incoming.place_of(room))
+            self._tell(room, b"", "forget", self._incoming.place_of(room))
 
     def disconnect(self, connection: int) -> None:
         """What is under way for it fails."""
         if self.running:
-            self._tell(asyncio.get_running_loop().create_future(), None, "disconnect", connection)
+            self._tell(None, b"", "disconnect", connection)
 
-    async def _ask(self, held: object, *words: Any) -> _Reply:
+    async def _ask(self, held: object, message: bytes, *words: Any) -> bytes:
         if not self.running:
             raise Gone("the process that carries bulk data has ended")
-        reply: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
-        self._tell(reply, held, *words)
-        return await reply
+        return await self._tell(held, message, *words)
 
-    def _tell(self, reply: asyncio.Future[_Reply], held: object, *words: Any) -> None:
+    def _tell(self, held: object, message: bytes, *words: Any) -> asyncio.Future[bytes]:
         assert self._writer is not None
         number = next(self._numbers)
+        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[number] = reply, held
-        self._writer.write(_frame((number, *words)))
+        self._writer.write(_frame((number, *words), message))
+        return reply
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                reply: _Reply = await _next(reader)
+                words, message = await _next(reader)
+                reply = _Reply(*words)
                 self._count(reply)
                 future, _ = self._waiting.pop(reply.number)
-                if not future.done():
-                    future.set_result(reply)
+                if future.done():
+                    continue
+                if reply.error:
+                    future.set_exception(_ERRORS.get(reply.error, WireError)(reply.words))
+                    future.exception()  # nobody may be waiting
+                else:
+                    future.set_result(message)
         self._ended()
 
     def _count(self, reply: _Reply) -> None:
@@ -218,61 +218,64 @@ class Ferry:
             await asyncio.get_running_loop().run_in_executor(None, process.wait)
 
 
-def _good(reply: _Reply) -> bytes:
-    if reply.error is not None:
-        raise reply.error(reply.words)
-    return reply.message
-
-
 # ---------------------------------------------------------------- the process
 
 
 class _Carrier:
-    def __init__(self, setup: _Setup, say: Callable[[_Reply], None]) -> None:
-        self._setup, self._say = setup, say
-        self._outgoing, self._incoming = _mapped(*setup.outgoing), _mapped(*setup.incoming)
+    def __init__(self, setup: list[Any], say: Callable[[_Reply, bytes], None]) -> None:
+        outgoing, incoming, self._name, self._session, self._connections, tls = setup
+        self._tls = TLS(**tls) if tls is not None else None
+        self._say = say
+        self._outgoing, self._incoming = _mapped(*outgoing), _mapped(*incoming)
         self._sent, self._received = Meter(), Meter()
         self._opened: dict[Place, tuple[Lanes, list[Any]]] = {}
         self._downloads: dict[int, Download] = {}
         """By where in shared memory they arrive."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def heard(self, number: int, what: str, *told: Any) -> None:
-        task = asyncio.get_running_loop().create_task(self._do(number, getattr(self, f"_{what}"), *told))
+    def heard(self, words: list[Any], message: bytes) -> None:
+        number, what, *told = words
+        does: dict[str, Callable[..., Coroutine[Any, Any, bytes]]] = {
+            "upload": self._upload,
+            "fetch": self._fetch,
+            "forget": self._forget,
+            "disconnect": self._disconnect,
+        }
+        task = asyncio.get_running_loop().create_task(self._do(number, does[what](message, *told)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _do(self, number: int, act: Callable[..., Awaitable[bytes]], *told: Any) -> None:
-        message, error, words = b"", None, ""
+    async def _do(self, number: int, work: Coroutine[Any, Any, bytes]) -> None:
+        message, error, words = b"", "", ""
         try:
-            message = await act(*told)
+            message = await work
         except WireError as found:
-            error, words = type(found), str(found)
+            error, words = type(found).__name__, str(found)
         queue_s = max((lanes.queue_s for lanes, _ in self._opened.values()), default=0.0)
-        self._say(_Reply(number, message, error, words, self._sent.total_bytes, self._received.total_bytes, queue_s))
+        self._say(_Reply(number, error, words, self._sent.total_bytes, self._received.total_bytes, queue_s), message)
 
-    async def _upload(self, place: Place, header: bytes, start: int, size: int, resume: bool) -> bytes:
-        data = self._outgoing[start : start + size]
-        reply = await self._lanes(place).upload(pb.Upload.FromString(header), data, resume)
+    async def _upload(self, header: bytes, connection: int, address: str, start: int, size: int, resume: bool) -> bytes:
+        lanes = self._lanes(Place(connection, address))
+        reply = await lanes.upload(pb.Upload.FromString(header), self._outgoing[start : start + size], resume)
         return reply.SerializeToString()
 
-    async def _fetch(self, place: Place, wanted: bytes, start: int, size: int) -> bytes:
+    async def _fetch(self, wanted: bytes, connection: int, address: str, start: int, size: int) -> bytes:
         download = self._downloads.get(start)
         if download is None:
             room = self._incoming[start : start + size]
             download = self._downloads[start] = Download(pb.Fetch.FromString(wanted), lambda _: None, room)
-        await self._lanes(place).fetch(download)
+        await self._lanes(Place(connection, address)).fetch(download)
         self._downloads.pop(start, None)
         header, _ = await asyncio.get_running_loop().run_in_executor(None, download.finish)
         return header.SerializeToString()
 
-    async def _forget(self, start: int) -> bytes:
+    async def _forget(self, _: bytes, start: int) -> bytes:
         download = self._downloads.pop(start, None)
         if download is not None:
             download.give_up()
         return b""
 
-    async def _disconnect(self, connection: int) -> bytes:
+    async def _disconnect(self, _: bytes, connection: int) -> bytes:
         for place in [place for place in self._opened if place.connection == connection]:
             lanes, channels = self._opened.pop(place)
             await lanes.close()
@@ -282,10 +285,9 @@ class _Carrier:
 
     def _lanes(self, place: Place) -> Lanes:
         if place not in self._opened:
-            setup = self._setup
-            channels = [open_channel(place.address, setup.tls) for _ in range(setup.connections)]
+            channels = [open_channel(place.address, self._tls) for _ in range(self._connections)]
             stubs = [SyncerStub(channel) for channel in channels]
-            self._opened[place] = Lanes(stubs, setup.name, setup.session, self._sent, self._received), channels
+            self._opened[place] = Lanes(stubs, self._name, self._session, self._sent, self._received), channels
         return self._opened[place][0]
 
     async def look_after(self) -> None:
@@ -301,8 +303,9 @@ def _mapped(descriptor: int, size_bytes: int) -> memoryview:
 
 async def _serve(end: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=end)
-    carrier = _Carrier(await _next(reader), lambda reply: writer.write(_frame(reply)))
-    writer.write(_frame("ready"))
+    setup, _ = await _next(reader)
+    carrier = _Carrier(setup, lambda reply, message: writer.write(_frame(reply, message)))
+    writer.write(_frame(["ready"]))
     looking = asyncio.get_running_loop().create_task(carrier.look_after())
     with contextlib.suppress(asyncio.IncompleteReadError, OSError):
         while True:
@@ -314,5 +317,5 @@ def main() -> None:
     # Whoever stops an island means the island, which then closes its end.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    asyncio.SelectorEventLoop(CalmSelector()).run_until_complete(_serve(socket.socket(fileno=int(sys.argv[1]))))
     os._exit(0)  # what was under way is of no use to anybody
