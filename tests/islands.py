@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from skerry.core import codec as codecs
+from skerry.core.checksum import checksum
 from skerry.core.fragment import Layout, split
 from skerry.core.tensors import model_tensors
 from skerry.wire import skerry_pb2 as pb
@@ -235,7 +236,7 @@ class RawLearner:
         data = bytes(codecs.raw_bytes(codecs.codec("bf16").encode(delta)))
         values: dict[str, Any] = {
             "fragment": ask.fragment, "step": ask.step, "base": ask.min_base, "steps": 1, "tokens": 10, "upto": self._step,
-            "upto_tokens": 10 * max(1, self._step), "codec": "bf16", "size_bytes": len(data), "checksum": codecs.checksum(data),
+            "upto_tokens": 10 * max(1, self._step), "codec": "bf16", "size_bytes": len(data), "checksum": checksum(data),
         }  # fmt: skip
         return pb.Upload(**{**values, **changes}), data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,11 @@ from skerry.errors import WireError
 from skerry.syncer.run_folder import read_model
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, chunk, count_chunks
+from skerry.wire.connection import open_channel
+from skerry.wire.lane import Download
 from skerry.wire.lanes import Lanes, _checked, _longest_s
 from skerry.wire.meter import Meter
+from skerry.wire.service import SyncerStub
 
 
 def large_model() -> nn.Module:
@@ -185,6 +189,21 @@ def test_what_was_begun_is_forgotten_when_nobody_wants_it_any_more(tmp_path: Pat
                 assert not reply.accepted and "round" in reply.reason and not reply.damaged
 
     asyncio.run(scenario())
+
+
+def test_what_waits_for_a_connection_ends_with_the_lanes() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nothing is ever said
+            async with open_channel(f"127.0.0.1:{silent.getsockname()[1]}", None) as channel:
+                lanes = Lanes([SyncerStub(channel)], "a", "session", Meter(), Meter())
+                fetching = asyncio.ensure_future(lanes.fetch(Download(pb.Fetch(fragment=0, version=1), lambda _: None)))
+                while lanes._lanes[0]._call is None:
+                    await asyncio.sleep(0)
+                await lanes.close()
+                with pytest.raises(WireError):
+                    await fetching
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_what_is_being_sent_is_not_sent_beside_itself_and_ends_with_the_lanes() -> None:

@@ -26,6 +26,7 @@ from skerry.clock import SystemClock
 from skerry.config import SyncConfig
 from skerry.core import codec as codecs
 from skerry.core import messages as m
+from skerry.core.checksum import checksum
 from skerry.core.syncer import SyncerCore
 from skerry.errors import ConfigError, JoinRefused, StoreError, WireError
 from skerry.syncer.diary import Diary
@@ -597,7 +598,7 @@ def test_downloads_hold_the_published_bytes(run_folder: Path, start_syncer) -> N
         for fragment in range(FRAGMENTS):
             header, data = await raw.download(fragment, 0)
             assert (header.codec, header.size_bytes) == ("fp32", len(data))
-            assert header.checksum == codecs.checksum(data)
+            assert header.checksum == checksum(data)
             found[fragment] = codecs.codec("fp32").decode(codecs.byte_tensor(memoryview(data)), len(data) // 4)
         return found
 
@@ -810,7 +811,7 @@ def test_the_run_describes_itself(run_folder: Path, start_syncer) -> None:
 def test_chunks_come_together_in_any_order(size: int, seed: int, twice: bool) -> None:
     chance = random.Random(seed)
     data = chance.randbytes(size)
-    assembly = Assembly(size, codecs.checksum(data))
+    assembly = Assembly(size, checksum(data))
     numbers = list(range(count_chunks(size))) * (2 if twice else 1)
     chance.shuffle(numbers)
     left = set(numbers)
@@ -825,7 +826,7 @@ def test_chunks_come_together_in_any_order(size: int, seed: int, twice: bool) ->
 @settings(deadline=None)
 @given(data=st.binary(min_size=1, max_size=2000), where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
 def test_any_changed_byte_is_found(data: bytes, where: float, flip: int) -> None:
-    assembly = Assembly(len(data), codecs.checksum(data))
+    assembly = Assembly(len(data), checksum(data))
     at = int(where * len(data))
     assembly.add(0, data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :])
     with pytest.raises(WireError, match="checksum mismatch"):

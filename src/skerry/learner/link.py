@@ -221,13 +221,19 @@ class Link:
             log.exception("the exchange stopped")
             self._fail(WireError(f"the exchange stopped: {error!r}"))
         finally:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if self.ferry is not None:
-                await self.ferry.close()
+            ending = self._loop.create_task(self._end())
+            while not ending.done():
+                with contextlib.suppress(asyncio.CancelledError):  # told to end once more
+                    await asyncio.shield(ending)
             self._over.set()
+
+    async def _end(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.ferry is not None:
+            await self.ferry.close()
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """For callbacks of the loop, whose exceptions nobody would see."""

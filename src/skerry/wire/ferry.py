@@ -35,8 +35,10 @@ from skerry.wire.service import SyncerStub
 from skerry.wire.transfer import TryAgain
 
 _SIZES = struct.Struct("<II")
-HEARTBEAT_S = 1.0
+LOOK_S = 0.25
 END_S = 5.0
+NOBODY = -1
+"""The number of a message that nobody waits for."""
 
 
 class SharedMemory(Protocol):
@@ -177,6 +179,8 @@ class Ferry:
                 words, message = await _next(reader)
                 reply = _Reply(*words)
                 self._count(reply)
+                if reply.number == NOBODY:
+                    continue
                 future, _ = self._waiting.pop(reply.number)
                 if future.done():
                     continue
@@ -206,6 +210,8 @@ class Ferry:
 
     async def close(self) -> None:
         if self._writer is not None:
+            # To close it may not be enough: a process that was forked here has it as well.
+            self._writer.write(_frame((NOBODY, "end")))
             self._writer.close()
         if self._listener is not None:
             self._listener.cancel()
@@ -251,6 +257,9 @@ class _Carrier:
             message = await work
         except WireError as found:
             error, words = type(found).__name__, str(found)
+        self._reply(number, message, error, words)
+
+    def _reply(self, number: int, message: bytes = b"", error: str = "", words: str = "") -> None:
         queue_s = max((lanes.queue_s for lanes, _ in self._opened.values()), default=0.0)
         self._say(_Reply(number, error, words, self._sent.total_bytes, self._received.total_bytes, queue_s), message)
 
@@ -291,10 +300,14 @@ class _Carrier:
         return self._opened[place][0]
 
     async def look_after(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
+        island = os.getppid()
+        while os.getppid() == island:
+            before = self._sent.total_bytes, self._received.total_bytes
+            await asyncio.sleep(LOOK_S)
             for lanes, _ in self._opened.values():
                 lanes.drop_if_stuck()
+            if (self._sent.total_bytes, self._received.total_bytes) != before:
+                self._reply(NOBODY)  # what is large takes a while, and its bytes are counted meanwhile
 
 
 def _mapped(descriptor: int, size_bytes: int) -> memoryview:
@@ -306,11 +319,14 @@ async def _serve(end: socket.socket) -> None:
     setup, _ = await _next(reader)
     carrier = _Carrier(setup, lambda reply, message: writer.write(_frame(reply, message)))
     writer.write(_frame(["ready"]))
-    looking = asyncio.get_running_loop().create_task(carrier.look_after())
-    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
-        while True:
-            carrier.heard(*await _next(reader))
-    looking.cancel()
+
+    async def listen() -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while (heard := await _next(reader))[0][1] != "end":
+                carrier.heard(*heard)
+
+    works = [asyncio.ensure_future(work) for work in (listen(), carrier.look_after())]
+    await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
 
 
 def main() -> None:

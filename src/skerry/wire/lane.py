@@ -283,7 +283,14 @@ class Lane:
                 with wire_errors():
                     call = self._call = self._stub.bulk()
                     self._reader = asyncio.get_running_loop().create_task(self._read(call))
-                    await call.write(Parcel(pb.BulkToSyncer(hello=self._hello)))
+                    # The first message of a call that is cancelled before it is connected would wait for ever.
+                    hello = asyncio.ensure_future(call.write(Parcel(pb.BulkToSyncer(hello=self._hello))))
+                    try:
+                        await asyncio.wait((hello, self._reader), return_when=asyncio.FIRST_COMPLETED)
+                        if hello.done():
+                            await hello
+                    finally:
+                        hello.cancel()
                 if self._call is not call:
                     raise WireError("the stream broke")
             return self._call

@@ -1,0 +1,321 @@
+"""A process of its own carries bulk data: everything arrives as it would without, and nothing depends on it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import torch
+from islands import assert_same, poll, tape
+from test_lanes import EXACT, Training, large_model
+
+import skerry
+from skerry.chaos.proxy import Condition, LinkProxy, LinkState
+from skerry.config import SyncConfig
+from skerry.core.checksum import checksum
+from skerry.core.codec import raw_bytes
+from skerry.errors import WireError
+from skerry.learner import replica
+from skerry.learner.pinned import PinnedMemory
+from skerry.learner.routes import Routes
+from skerry.syncer.run_folder import read_model
+from skerry.wire import ferry as ferries
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.chunks import chunk, count_chunks
+from skerry.wire.ferry import Ferry, Gone, Place
+from skerry.wire.lane import MOST_CHUNKS, Download, TooLarge
+from skerry.wire.lanes import Lanes
+from skerry.wire.meter import Meter
+from skerry.wire.parcel import Parcel
+from skerry.wire.service import add_bulk_to_server
+
+CPU = torch.device("cpu")
+BF16 = SyncConfig(fragments=2, every=2, overlap=1, quorum=1, outer_lr=1.0, outer_momentum=0.0, outlier=0.0, silence_s=30.0)
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory cannot be shared here, and is not")
+
+
+@pytest.fixture(autouse=True)
+def as_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "SETS_ASIDE", ("cuda", "cpu"))
+
+
+def ferry_of(island: Training) -> Ferry:
+    ferry = island.learner._link.ferry
+    assert ferry is not None
+    poll(lambda: ferry.running, "the other process")
+    return ferry
+
+
+def has_merged(folder: Path, more: int = 3) -> None:
+    before = len(tape(folder, "merged"))
+    poll(lambda: len(tape(folder, "merged")) >= before + more, "merges")
+
+
+@pytest.mark.parametrize(("sync", "shards"), [(EXACT, 0), (BF16, 0), (BF16, 2)])
+def test_what_it_carries_arrives_and_it_ends_with_the_island(
+    tmp_path: Path, sync: SyncConfig, shards: int, start_syncer: Callable, start_shard: Callable
+) -> None:
+    folder = skerry.create(tmp_path / "run", large_model(), sync)
+    syncer = start_syncer(folder, shards=shards)
+    for number in range(shards):
+        start_shard(syncer, number)
+    island = Training(syncer.address)
+    ferry = ferry_of(island)
+    has_merged(folder)
+    poll(lambda: min(ferry._counted) > 8 << 20, "bytes both ways through the other process")
+    before = ferry._counted
+    has_merged(folder)
+    poll(lambda: ferry._counted[0] > before[0] and ferry._counted[1] > before[1], "more of them")
+    link = island.learner._link
+    assert link.sent.by_kind["contributions"] >= ferry._counted[0] and link.sent.bytes_per_s > 0
+    assert ferry._process is not None
+    process = psutil.Process(ferry._process.pid)
+    island.stop()
+    assert not process.is_running()
+    assert not ferry._waiting
+    assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6 if sync is EXACT else 1e-2)
+    assert not tape(folder, "unhealthy")
+
+
+def test_without_it_the_island_carries_everything_itself(tmp_path: Path, start_syncer: Callable) -> None:
+    folder = skerry.create(tmp_path / "run", large_model(), EXACT)
+    island = Training(start_syncer(folder).address)
+    ferry = ferry_of(island)
+    has_merged(folder, 2)
+    assert ferry._process is not None
+    os.kill(ferry._process.pid, signal.SIGKILL)
+    poll(lambda: not ferry.running, "its end to be noticed")
+    has_merged(folder)
+    island.stop()
+    assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
+    assert not tape(folder, "unhealthy")
+
+
+def test_where_it_cannot_be_started_that_is_said(
+    tmp_path: Path, start_syncer: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = skerry.create(tmp_path / "run", large_model(), EXACT)
+    monkeypatch.setattr(ferries.sys, "executable", str(tmp_path / "nothing"))
+    island = Training(start_syncer(folder).address)
+    has_merged(folder)
+    island.stop()
+    assert "carries bulk data in the training process" in caplog.text
+    assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
+
+
+@pytest.fixture
+def proxied(tmp_path: Path, start_syncer: Callable) -> Iterator[tuple[Path, LinkProxy]]:
+    folder = skerry.create(tmp_path / "run", large_model(), EXACT)
+    host, port = start_syncer(folder).address.split(":")
+    proxy = LinkProxy(["a"], (host, int(port)))
+    yield folder, proxy
+    proxy.close()
+
+
+def test_a_link_that_breaks_in_the_middle_spoils_nothing(proxied: tuple[Path, LinkProxy]) -> None:
+    folder, proxy = proxied
+    island = Training(proxy.address("a"))
+    ferry, link = ferry_of(island), island.learner._link
+    slow = Condition(bytes_per_s=40e6)
+    proxy.set("a", LinkState(up=slow, down=slow))
+    for way in (link.sent, link.received, link.sent, link.received):
+        before = way.total_bytes
+        poll(lambda way=way, before=before: way.total_bytes - before > 5 << 20, "something to be under way")
+        proxy.set("a", LinkState(cut=True))
+        proxy.set("a", LinkState(up=slow, down=slow))
+        has_merged(folder, 1)
+    proxy.set("a", LinkState())
+    has_merged(folder)
+    assert ferry.running
+    island.stop()
+    assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
+    assert not tape(folder, "unhealthy")
+
+
+ISLAND = """
+import sys, threading
+sys.path.insert(0, sys.argv[2])
+from skerry.learner import replica
+replica.SETS_ASIDE = ("cpu",)
+from test_lanes import Training
+island = Training(sys.argv[1])
+ferry = island.learner._link.ferry
+while not ferry.running:
+    threading.Event().wait(0.01)
+print(ferry._process.pid, flush=True)
+threading.Event().wait()
+"""
+
+
+def test_it_does_not_outlive_an_island_that_is_killed(tmp_path: Path, start_syncer: Callable) -> None:
+    folder = skerry.create(tmp_path / "run", large_model(), EXACT)
+    command = [sys.executable, "-c", ISLAND, start_syncer(folder).address, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as island:
+        assert island.stdout is not None
+        process = psutil.Process(int(island.stdout.readline()))
+        has_merged(folder, 1)
+        process.send_signal(signal.SIGINT)  # what a terminal sends to all of them at once
+        assert process.is_running()
+        island.kill()
+    poll(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "its end")
+
+
+# ---------------------------------------------------------------- the two ends by themselves
+
+
+class Silent:
+    """An address where a connection is accepted and nothing is ever said."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def test_memory_is_not_used_again_before_the_other_process_is_done_with_it() -> None:
+    outgoing, incoming = (PinnedMemory(1 << 20, 1, CPU, [], shared=True) for _ in range(2))
+
+    def room() -> memoryview:
+        return raw_bytes(incoming.take(1 << 20, torch.uint8))
+
+    async def scenario() -> None:
+        ferry = Ferry(outgoing, incoming, Meter(), Meter())
+        await ferry.start("a", "session", 1, None)
+        with Silent() as there:
+            download = Download(pb.Fetch(fragment=0, version=1, have=0), lambda _: None, room())
+            assert download.room is not None and ferry.takes(download.room) and not ferry.takes(room()), "there is one piece"
+            place = Place(7, there.address)
+            fetching = asyncio.ensure_future(ferry.fetch(place, download, download.room))
+            await asyncio.sleep(0.1)
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+            del download, fetching  # which remembers where it was interrupted
+            assert not ferry.takes(room()), "whoever wanted it has given up, but it may still be written to"
+            ferry.disconnect(7)
+            while not ferry.takes(room()):
+                await asyncio.sleep(0.01)
+        await ferry.close()
+        with pytest.raises(Gone):
+            await ferry.upload(Place(7, there.address), pb.Upload(), raw_bytes(outgoing.take(10, torch.uint8)), False)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+class Breaking:
+    """Serves one version in parts; the first stream ends when it is asked for more than the first of them."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._streams = data, 0
+        self.asked_for: list[tuple[int, int]] = []
+        """The stream, and the first chunk."""
+
+    async def bulk(self, messages: AsyncIterator[Any], context: Any) -> None:
+        self._streams += 1
+        stream, answered = self._streams, 0
+        async for parcel in messages:
+            if parcel.message.WhichOneof("message") != "fetch":
+                continue
+            wanted = parcel.message.fetch
+            self.asked_for.append((stream, wanted.first_chunk))
+            if stream == 1 and answered:
+                return
+            answered += 1
+            header = pb.Fetched(
+                fragment=wanted.fragment, version=wanted.version, first_chunk=wanted.first_chunk, codec="fp32",
+                size_bytes=len(self._data), checksum=checksum(self._data),
+            )  # fmt: skip
+            message = pb.BulkToLearner(fetched=header)
+            for number in range(wanted.first_chunk, min(wanted.first_chunk + wanted.chunks, count_chunks(len(self._data)))):
+                await context.write(Parcel(message, chunk(memoryview(self._data), number)))
+                message = pb.BulkToLearner()
+
+
+def test_what_has_come_is_not_asked_for_again() -> None:
+    data = os.urandom(10 << 20)
+    outgoing, incoming = (PinnedMemory(10 << 20, 1, CPU, [], shared=True) for _ in range(2))
+
+    async def scenario() -> None:
+        service, server = Breaking(data), grpc.aio.server()
+        add_bulk_to_server(service, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        ferry = Ferry(outgoing, incoming, Meter(), Meter())
+        await ferry.start("a", "session", 1, None)
+        place = Place(1, f"127.0.0.1:{port}")
+        room = raw_bytes(incoming.take(10 << 20, torch.uint8))
+        download = Download(pb.Fetch(fragment=0, version=1, have=0), lambda _: None, room)
+        with pytest.raises(WireError):
+            await ferry.fetch(place, download, room)
+        await ferry.fetch(place, download, room)
+        again = [first for stream, first in service.asked_for if stream > 1]
+        assert again and min(again) == MOST_CHUNKS, "the first run had come"
+        assert bytes(download.finish()[1]) == data
+        await ferry.close()
+        await server.stop(None)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_what_is_forgotten_is_not_written_to_any_more() -> None:
+    taken = bytearray(16)
+    download = Download(pb.Fetch(fragment=3, version=1), lambda _: None, memoryview(taken))
+    header = pb.Fetched(fragment=3, version=1, codec="bf16", size_bytes=10, checksum=1)
+    download.begins(header)
+    assert download.assembly is not None
+    download.give_up()
+    download.assembly.add(0, b"x" * 10)
+    assert taken == bytes(16)
+    with pytest.raises(WireError, match="given up"):
+        download.finish()
+
+
+def test_what_does_not_fit_is_fetched_by_the_island_itself() -> None:
+    class Fake(Ferry):
+        def __init__(self) -> None:
+            self.running, self.queue_s = True, 0.0
+            self.forgotten: list[memoryview] = []
+
+        def takes(self, room: memoryview) -> bool:
+            return True
+
+        async def fetch(self, place: Place, download: Download, room: memoryview) -> None:
+            raise TooLarge("a whole version")
+
+        def forget(self, room: memoryview) -> None:
+            self.forgotten.append(room)
+
+    class Recording(Lanes):
+        async def fetch(self, download: Download) -> None:
+            fetched.append(download)
+
+    fetched: list[Download] = []
+    room = memoryview(bytearray(4))
+
+    async def scenario() -> None:
+        ferry, lanes = Fake(), Recording([], "a", "session", Meter(), Meter())
+        routes = Routes(lanes, "127.0.0.1:1", 1, None, lambda stubs: lanes, lambda: ferry)
+        download = Download(pb.Fetch(fragment=0, version=1, have=0), lambda _: None, room)
+        await routes.fetch(download)
+        assert fetched == [download] and download.room is None and ferry.forgotten == [room]
+
+    asyncio.run(scenario())
+    with pytest.raises(TooLarge):
+        Download(pb.Fetch(fragment=0, version=1), lambda _: None, room).begins(
+            pb.Fetched(fragment=0, version=1, codec="fp32", size_bytes=5)
+        )
