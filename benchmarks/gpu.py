@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import statistics
 import tempfile
@@ -35,9 +36,10 @@ SHAPES = {
     "135m": ModelConfig(size="1m", layers=12, width=960, heads=15, context=1024),
     "1b": ModelConfig(size="1m", layers=20, width=2048, heads=16, context=1024),
 }
+BATCH = {"25m": 64, "135m": 64, "1b": 32}
+"""Samples of a step: what somebody would train with on one large GPU. --batch 16 makes steps so short (34 ms at 135M) that
+gigabits go each way every second, and Python hardly keeps up with starting kernels."""
 EVERY = FRAGMENTS = 24
-SHARDS = 2
-"""Processes that merge: one alone is busy with bytes when a step takes few milliseconds."""
 
 
 def seconds_of(work, times: int = 20) -> float:
@@ -124,14 +126,27 @@ class Island:
         self.job.set_lr(1.0)
         self.step = 0
 
+    def launch_share(self) -> float:
+        """How much of a step's time Python needs to start its kernels: near 1 it has no time for anything else."""
+        whole = self.steps(0.0)
+        started = time.perf_counter()
+        for _ in range(2):  # fewer kernels than a GPU lets wait
+            self._one()
+        share = (time.perf_counter() - started) / 2 / whole
+        torch.cuda.synchronize()
+        return share
+
+    def _one(self) -> None:
+        self.job.backward(*self.job.batch(self.step, 0))
+        self.job.apply()
+        self.step += 1
+
     def steps(self, for_s: float) -> float:
         """Seconds a step, over that time and at least twice H steps."""
         torch.cuda.synchronize()
         started, before = time.perf_counter(), self.step
         while time.perf_counter() - started < for_s or self.step - before < 2 * EVERY:
-            self.job.backward(*self.job.batch(self.step, 0))
-            self.job.apply()
-            self.step += 1
+            self._one()
             if self.step % 8 == 0:
                 torch.cuda.synchronize()  # a loop that looks at its loss now and then
         torch.cuda.synchronize()
@@ -149,7 +164,7 @@ def settle(island: Island, folder: Path, within_s: float = 30.0) -> None:
     print(f"settled after {time.perf_counter() - started:.1f} s", flush=True)
 
 
-def attached(island: Island, send: str, turns: int, seconds: float, where: str | None) -> None:
+def attached(island: Island, send: str, turns: int, seconds: float, where: str | None, shards: int) -> None:
     job, size = island.job, island.size
     parameters = sum(p.numel() for p in job.model.parameters())
     ratios: list[float] = []
@@ -157,7 +172,7 @@ def attached(island: Island, send: str, turns: int, seconds: float, where: str |
     with tempfile.TemporaryDirectory(dir=where or place_for_runs(parameters)) as place:
         sync = SyncConfig(fragments=FRAGMENTS, every=EVERY, overlap=2, send=send, publish=send)
         folder = skerry.create(Path(place) / "run", job.model, sync)
-        with skerry.serve(folder, shards=SHARDS) as address:
+        with skerry.serve(folder, shards=shards) as address:
             for turn in range(turns):
                 before = island.steps(seconds)
                 learner = skerry.join(address, job.model, job.optimizers, name="island", tokens_per_step=job.step_tokens)
@@ -177,6 +192,7 @@ def attached(island: Island, send: str, turns: int, seconds: float, where: str |
     more = {
         "standard_error": round(error, 4),
         "parameters": parameters,
+        "tokens_per_step": job.step_tokens,
         "merged_every_steps": round(FRAGMENTS * steps / len(merges), 1) if merges else None,
         "merge_ms": round(1e3 * statistics.median(merges), 1) if merges else None,
     }
@@ -201,20 +217,23 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=["135m", "1b"])
     parser.add_argument("--codecs", nargs="*", default=["bf16", "int4"])
     parser.add_argument("--turns", type=int)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, help="samples of a step, for all sizes")
+    parser.add_argument("--shards", type=int, default=2, help="processes that merge beside the syncer")
     parser.add_argument("--folder", help="for run folders; memory if nothing is said")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU")
     torch.set_float32_matmul_precision("high")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores")
     codecs_on_the_device(40 << 20)  # a fragment of a billion parameters
     fragments_through_the_device(10 if options.quick else 50)
     turns = options.turns or (2 if options.quick else 4)
     for size in options.sizes:
-        island = Island(size, options.batch)
+        island = Island(size, options.batch or BATCH[size])
         island.steps(10.0)
+        print(f"{size}: kernels are started in {island.launch_share():.2f} of a step's time", flush=True)
         for send in options.codecs:
-            attached(island, send, turns, 3.0 if options.quick else 8.0, options.folder)
+            attached(island, send, turns, 3.0 if options.quick else 8.0, options.folder, options.shards)
         del island
         torch.cuda.empty_cache()
 
