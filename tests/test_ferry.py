@@ -32,8 +32,9 @@ from skerry.syncer.run_folder import read_model
 from skerry.wire import ferry as ferries
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import chunk, count_chunks
+from skerry.wire.connection import TLS
 from skerry.wire.ferry import Ferry, Gone, Place
-from skerry.wire.lane import MOST_CHUNKS, Download, TooLarge
+from skerry.wire.lane import MOST_CHUNKS, Download, NotAsWanted, TooLarge
 from skerry.wire.lanes import Lanes
 from skerry.wire.meter import Meter
 from skerry.wire.parcel import Parcel
@@ -102,15 +103,51 @@ def test_without_it_the_island_carries_everything_itself(tmp_path: Path, start_s
     assert not tape(folder, "unhealthy")
 
 
-def test_where_it_cannot_be_started_that_is_said(
+def test_one_that_hangs_is_given_up(
     tmp_path: Path, start_syncer: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(ferries, "SILENT_S", 1.0)
     folder = skerry.create(tmp_path / "run", large_model(), EXACT)
-    monkeypatch.setattr(ferries.sys, "executable", str(tmp_path / "nothing"))
+    island = Training(start_syncer(folder).address)
+    ferry = ferry_of(island)
+    has_merged(folder, 2)
+    assert ferry._process is not None
+    os.kill(ferry._process.pid, signal.SIGSTOP)
+    has_merged(folder)
+    assert not ferry.running and "has said nothing" in caplog.text and "has ended" in caplog.text
+    island.stop()
+    assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("executable", ["nothing", "", None])
+def test_where_it_cannot_be_started_that_is_said(
+    tmp_path: Path,
+    start_syncer: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    executable: str | None,
+) -> None:
+    folder = skerry.create(tmp_path / "run", large_model(), EXACT)
+    monkeypatch.setattr(ferries.sys, "executable", executable and str(tmp_path / executable))
     island = Training(start_syncer(folder).address)
     has_merged(folder)
     island.stop()
     assert "carries bulk data in the training process" in caplog.text
+    assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
+
+
+def test_where_memory_cannot_be_shared_there_is_none(
+    tmp_path: Path, start_syncer: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError("not allowed here")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    folder = skerry.create(tmp_path / "run", large_model(), EXACT)
+    island = Training(start_syncer(folder).address)
+    has_merged(folder)
+    assert island.learner._link.ferry is None
+    island.stop()
     assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
 
 
@@ -169,6 +206,35 @@ def test_it_does_not_outlive_an_island_that_is_killed(tmp_path: Path, start_sync
         assert process.is_running()
         island.kill()
     poll(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "its end")
+
+
+LEAVES_LAST = """
+import atexit, sys, threading
+import torch
+sys.path.insert(0, sys.argv[2])
+import skerry
+from skerry.learner import replica
+replica.SETS_ASIDE = ("cpu",)
+from test_lanes import large_model
+model = large_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+learner = skerry.join(sys.argv[1], model, optimizer)
+atexit.register(learner.leave)
+while not learner._link.ferry.running:
+    threading.Event().wait(0.01)
+print(learner._link.ferry._process.pid, flush=True)
+for _ in range(4):
+    model(torch.randn(2, 1024)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_island_may_leave_when_the_interpreter_ends(tmp_path: Path, start_syncer: Callable) -> None:
+    folder = skerry.create(tmp_path / "run", large_model(), EXACT)
+    command = [sys.executable, "-c", LEAVES_LAST, start_syncer(folder).address, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert not psutil.pid_exists(int(done.stdout))
 
 
 # ---------------------------------------------------------------- the two ends by themselves
@@ -270,6 +336,44 @@ def test_what_has_come_is_not_asked_for_again() -> None:
         await server.stop(None)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_whatever_goes_wrong_there_is_said(tmp_path: Path) -> None:
+    memories = [PinnedMemory(1 << 20, 1, CPU, [], shared=True) for _ in range(2)]
+
+    async def scenario() -> None:
+        ferry = Ferry(memories[0], memories[1], Meter(), Meter())
+        await ferry.start("a", "session", 1, TLS(ca=str(tmp_path / "nothing")))
+        data = raw_bytes(memories[0].take(10, torch.uint8))
+        with pytest.raises(WireError, match="nothing"):
+            await ferry.upload(Place(1, "127.0.0.1:1"), pb.Upload(), data, False)
+        ferry.disconnect(2)
+        for ended in (1, 2):
+            with pytest.raises(WireError, match="closed"):
+                await ferry.upload(Place(ended, "127.0.0.1:1"), pb.Upload(), data, False)
+        await ferry.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_connections_that_have_ended_are_not_used_again() -> None:
+    async def scenario() -> None:
+        lanes = Lanes([], "a", "session", Meter(), Meter())
+        routes = Routes(lanes, "127.0.0.1:1", 1, None, lambda stubs: lanes)
+        await routes.close()
+        with pytest.raises(WireError, match="closed"):
+            await routes.upload(pb.Upload(), memoryview(b"1"), False)
+        with pytest.raises(WireError, match="closed"):
+            await routes.fetch(Download(pb.Fetch(), lambda _: None))
+
+    asyncio.run(scenario())
+
+
+def test_another_version_than_the_one_wanted_is_not_taken() -> None:
+    download = Download(pb.Fetch(fragment=3, version=1), lambda _: None)
+    for header in (pb.Fetched(fragment=4, version=1), pb.Fetched(fragment=3, version=2)):
+        with pytest.raises(NotAsWanted):
+            download.arrived(header, memoryview(b""))
 
 
 def test_what_is_forgotten_is_not_written_to_any_more() -> None:

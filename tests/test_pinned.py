@@ -22,6 +22,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.recorded = 0
+        self.is_done = True
         self.waited_for: list[int] = []
 
     def record_event(self) -> Event:
@@ -36,6 +37,9 @@ class Event:
     def synchronize(self) -> None:
         self._stream.waited_for.append(self._number)
 
+    def query(self) -> bool:
+        return self._stream.is_done
+
 
 def test_pieces_do_not_overlap_and_are_used_again_once_nobody_refers_to_them():
     memory = PinnedMemory(400, 3, CPU, [Stream()])
@@ -49,6 +53,17 @@ def test_pieces_do_not_overlap_and_are_used_again_once_nobody_refers_to_them():
     del first, second, third
     again = [memory.take(100, torch.float32) for _ in range(3)]
     assert {tensor.data_ptr() for tensor in again} == places
+
+
+def test_who_must_not_wait_gets_a_piece_that_the_gpu_is_done_with_or_ordinary_memory():
+    stream = Stream()
+    memory = PinnedMemory(400, 1, CPU, [stream])
+    place = memory.take(100, torch.float32).data_ptr()
+    stream.is_done = False
+    assert memory.take_at_once(100, torch.float32).data_ptr() != place
+    stream.is_done = True
+    assert memory.take_at_once(100, torch.float32).data_ptr() == place
+    assert memory.take(100, torch.float32).data_ptr() == place, "nothing was lost on the way"
 
 
 def test_without_a_free_piece_ordinary_memory_is_taken():

@@ -222,10 +222,12 @@ class Link:
             self._fail(WireError(f"the exchange stopped: {error!r}"))
         finally:
             ending = self._loop.create_task(self._end())
-            while not ending.done():
-                with contextlib.suppress(asyncio.CancelledError):  # told to end once more
-                    await asyncio.shield(ending)
-            self._over.set()
+            try:
+                while not ending.done():
+                    with contextlib.suppress(asyncio.CancelledError):  # told to end once more
+                        await asyncio.shield(ending)
+            finally:
+                self._over.set()
 
     async def _end(self) -> None:
         tasks = list(self._tasks)
@@ -234,6 +236,7 @@ class Link:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.ferry is not None:
             await self.ferry.close()
+            self.ferry = None  # it holds memory
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """For callbacks of the loop, whose exceptions nobody would see."""
@@ -325,7 +328,7 @@ class Link:
     async def _start_ferry(self, ferry: Ferry) -> None:
         try:
             await ferry.start(self.name, self.session, self._connections, self._tls)
-        except (OSError, WireError) as error:
+        except Exception as error:  # nothing depends on it
             log.warning("%s carries bulk data in the training process: %s", self.name, error)
 
     def _hello(self) -> pb.Hello:
@@ -360,6 +363,8 @@ class Link:
             await asyncio.sleep(HEARTBEAT_S)
             stream.drop_if_silent(self.exchange.sync.silence_s)
             routes.drop_if_stuck()
+            if self.ferry is not None:
+                self.ferry.end_if_silent()
             if self._since_report() >= HEARTBEAT_S / 2:
                 self._report()
             if self.courier is not None and self.courier.time_to_keep(self._clock.now()):

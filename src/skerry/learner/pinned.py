@@ -39,26 +39,43 @@ class PinnedMemory:
         self._process = os.getpid()
         self._free: collections.deque[tuple[int, list[Any]]] = collections.deque()
         """Pieces, each with what the GPU had been told when it became free. The longest free is taken first."""
-        if shared and hasattr(os, "memfd_create"):
-            self.descriptor = os.memfd_create("skerry")
-        self._memory = _pinned(self.size_bytes, device, self.descriptor)
-        if self.descriptor >= 0:
-            descriptor = self.descriptor
-            if self._memory is None:
-                os.close(descriptor)
-                self.descriptor = -1
-            else:
-                when_gone(self._memory, lambda: os.close(descriptor))
+        self._memory = self._shared(device) if shared and hasattr(os, "memfd_create") else None
+        if self._memory is None:
+            self._memory = _pinned(self.size_bytes, device)
         if self._memory is not None:
             self._free.extend((index * piece_bytes, []) for index in range(count))
 
+    def _shared(self, device: torch.device) -> Bytes | None:
+        """None if the system does not want to."""
+        try:
+            descriptor = os.memfd_create("skerry")
+        except OSError:
+            return None
+        memory = _pinned(self.size_bytes, device, descriptor)
+        if memory is None:
+            os.close(descriptor)
+        else:
+            self.descriptor = descriptor
+            when_gone(memory, lambda: os.close(descriptor))
+        return memory
+
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Room for a vector, which belongs to whoever refers to it."""
+        return self._take(numel, dtype, wait=True)
+
+    def take_at_once(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The same for who must not wait for the GPU."""
+        return self._take(numel, dtype, wait=False)
+
+    def _take(self, numel: int, dtype: torch.dtype, wait: bool) -> Tensor:
         size_bytes = numel * dtype.itemsize
         assert size_bytes <= self._piece_bytes
         try:
             start, told = self._free.popleft()
         except IndexError:
+            return torch.empty(numel, dtype=dtype)
+        if not wait and not all(event.query() for event in told):
+            self._free.append((start, told))
             return torch.empty(numel, dtype=dtype)
         for event in told:
             event.synchronize()
@@ -81,7 +98,7 @@ class PinnedMemory:
             self._free.append((start, [stream.record_event() for stream in self._streams]))
 
 
-def _pinned(size_bytes: int, device: torch.device, descriptor: int) -> Bytes | None:
+def _pinned(size_bytes: int, device: torch.device, descriptor: int = -1) -> Bytes | None:
     """Pages of our own: torch would round each allocation up to a power of two."""
     try:
         if descriptor < 0:

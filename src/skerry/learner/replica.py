@@ -115,13 +115,13 @@ class Replica:
         self._pinned: _Pinned | None = None
         if self.device.type in SETS_ASIDE:
             count, numel = len(layout.fragments), max(fragment.numel for fragment in layout.fragments)
-            spare = max(1, count // SET_ASIDE_SHARE)
+            spare = max(2, count // SET_ASIDE_SHARE)
             streams = [self._stream, self._copies] if self._cuda else []
             sent, published = _most_bytes(self._codecs, layout), _most_bytes(self._published, layout)
             self._pinned = _Pinned(
                 PinnedMemory(numel * torch.float32.itemsize, count + spare, self.device, streams),
                 PinnedMemory(sent, spare, self.device, streams, shared=True),
-                PinnedMemory(published, spare, self.device, streams, shared=True),
+                PinnedMemory(published, spare, self.device, streams[1:], shared=True),
             )
 
             with self._on_side():
@@ -330,7 +330,7 @@ class Replica:
         if pinned is None:
             return None
         codec, numel = self._published[index], self.layout.fragments[index].numel
-        return raw_bytes(pinned.incoming.take(codec.size_bytes(numel), torch.uint8))
+        return raw_bytes(pinned.incoming.take_at_once(codec.size_bytes(numel), torch.uint8))
 
     def held(self, index: int) -> Tensor | None:
         return self._held[index]

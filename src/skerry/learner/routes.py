@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ class Routes:
         self._address = address
         self._ferry = ferry
         self._number = next(_numbers)
+        self._closed = False
         self._connections = connections
         self._tls = tls
         self._open_lanes = open_lanes
@@ -60,8 +60,10 @@ class Routes:
         """As Lanes.upload, wherever the fragment is served."""
         lanes, ferry = self._served(header.fragment), self._ferry()
         if ferry is not None and ferry.carries(data):
-            with contextlib.suppress(Gone):
+            try:
                 return await ferry.upload(self._where(header.fragment), header, data, resume)
+            except Gone:
+                resume = True  # all of it may be there
         return await lanes.upload(header, data, resume)
 
     async def fetch(self, download: Download) -> None:
@@ -79,6 +81,8 @@ class Routes:
         await lanes.fetch(download)
 
     def _served(self, fragment: int) -> Lanes:
+        if self._closed:
+            raise WireError("the connection was closed")
         lanes = self.of(fragment)
         if lanes is None:
             raise WireError(f"nobody serves fragment {fragment} just now")
@@ -118,7 +122,10 @@ class Routes:
         return max(*(lanes.queue_s for lanes in self._all), ferry.queue_s if ferry is not None else 0.0)
 
     def _close(self, shard: tuple[str, Lanes | None, list[Any]]) -> None:
-        _, lanes, channels = shard
+        address, lanes, channels = shard
+        ferry = self._ferry()
+        if ferry is not None and address:
+            ferry.disconnect(self._number, address)
 
         async def close() -> None:
             if lanes is not None:
@@ -131,6 +138,7 @@ class Routes:
         task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
+        self._closed = True
         for shard in self._shards:
             self._close(shard)
         self._shards = []

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("skerry.learner")
 
 RETRY_TRANSFER_S = 0.5
+ENCODED_AT_ONCE = 2
+"""While one waits for the GPU, another may begin; each takes a few times its size there."""
 WARN_S = 30.0
 """After this long without getting through to a shard that the syncer has named, it is said."""
 QUIET_S = 120.0
@@ -66,6 +68,7 @@ class Transfers:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._answering = False
+        self._encoders = asyncio.Semaphore(ENCODED_AT_ONCE)
         self._encoding: set[int] = set()
         """Fragments whose last answer is not encoded yet: asked again after a new welcome, the same one is to be given."""
         self._encoded: dict[int, Encoded] = {}
@@ -135,7 +138,11 @@ class Transfers:
     async def _give(self, give: Give, snapshot: Snapshot) -> None:
         link = self._link
         assert link.replica is not None and link.exchange is not None
-        encoded = self._encode(give, snapshot) if link.replica.quick else await link.off_loop(self._encode, give, snapshot)
+        if link.replica.quick:
+            encoded = self._encode(give, snapshot)
+        else:
+            async with self._encoders:
+                encoded = await link.off_loop(self._encode, give, snapshot)
         if link.exchange.has_questions():
             link.pump()
         await self._upload(encoded)
@@ -291,8 +298,10 @@ class Transfers:
     def _room(self, wanted: pb.Fetch) -> memoryview | None:
         """Memory that is shared with the process that carries bulk data. It carries differences; a whole version is rare."""
         ferry, replica = self._link.ferry, self._link.replica
-        room = replica.room(wanted.fragment) if ferry is not None and replica is not None and wanted.HasField("have") else None
-        return room if room is not None and ferry is not None and ferry.takes(room) else None
+        if ferry is None or not ferry.running or replica is None or not wanted.HasField("have"):
+            return None
+        room = replica.room(wanted.fragment)
+        return room if room is not None and ferry.takes(room) else None
 
     def _forget(self, download: Download) -> None:
         fragment, ferry = download.wanted.fragment, self._link.ferry

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import logging
 import mmap
 import os
 import signal
@@ -34,9 +35,15 @@ from skerry.wire.meter import Meter
 from skerry.wire.service import SyncerStub
 from skerry.wire.transfer import TryAgain
 
+log = logging.getLogger("skerry.learner")
+
 _SIZES = struct.Struct("<II")
 LOOK_S = 0.25
+SILENT_S = 10.0
 END_S = 5.0
+LOOK_AGAIN_S = 0.01
+_PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from skerry.wire.ferry import main; main()"
+"""What is imported is what the island would import."""
 NOBODY = -1
 """The number of a message that nobody waits for."""
 
@@ -105,6 +112,8 @@ class Ferry:
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[asyncio.Future[bytes], object]] = {}
         """With what is shared: it stays as it is until the process is done with it, whoever gives up waiting."""
+        self._heard_at = 0.0
+        self._closing = False
         self._counted = (0, 0)
         self.queue_s = 0.0
         """How long what is to be sent waited for its turn, of late."""
@@ -113,20 +122,22 @@ class Ferry:
 
     async def start(self, name: str, session: str, connections: int, tls: TLS | None) -> None:
         """Raises OSError or WireError."""
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise Gone("there is no interpreter to start it with")
         here, there = socket.socketpair()
         with there:
             outgoing, incoming = ((memory.descriptor, memory.size_bytes) for memory in (self._outgoing, self._incoming))
-            command = [sys.executable, "-c", "from skerry.wire.ferry import main; main()", str(there.fileno())]
+            command = [sys.executable, "-c", _PROGRAM, str(there.fileno()), *sys.path]
             shared = (there.fileno(), outgoing[0], incoming[0])
             self._process = subprocess.Popen(command, pass_fds=shared, stdin=subprocess.DEVNULL)
         reader, self._writer = await asyncio.open_connection(sock=here)
-        setup = [outgoing, incoming, name, session, connections, dataclasses.asdict(tls) if tls is not None else None]
-        self._writer.write(_frame(setup))
+        certificates = dataclasses.asdict(tls) if tls is not None else None
+        self._writer.write(_frame([outgoing, incoming, name, session, connections, certificates, os.getpid()]))
         try:
             await _next(reader)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise Gone(f"the process that was to carry bulk data did not start: {error}") from None
-        self.running = True
+        self.running, self._heard_at = True, asyncio.get_running_loop().time()
         self._listener = asyncio.get_running_loop().create_task(self._listen(reader))
 
     def carries(self, data: memoryview) -> bool:
@@ -155,10 +166,16 @@ class Ferry:
         if self.running:
             self._tell(room, b"", "forget", self._incoming.place_of(room))
 
-    def disconnect(self, connection: int) -> None:
-        """What is under way for it fails."""
+    def disconnect(self, connection: int, address: str = "") -> None:
+        """What is under way for it fails, at one address or at all of them, and it is not used any more."""
         if self.running:
-            self._tell(None, b"", "disconnect", connection)
+            self._tell(None, b"", "disconnect", connection, address)
+
+    def end_if_silent(self) -> None:
+        """It says something several times a second. If it does not, what it was told to do will not be done."""
+        if self.running and self._process is not None and asyncio.get_running_loop().time() - self._heard_at > SILENT_S:
+            log.warning("the process that carries bulk data has said nothing for %.0f s", SILENT_S)
+            self._process.kill()
 
     async def _ask(self, held: object, message: bytes, *words: Any) -> bytes:
         if not self.running:
@@ -176,20 +193,25 @@ class Ferry:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                words, message = await _next(reader)
-                reply = _Reply(*words)
-                self._count(reply)
-                if reply.number == NOBODY:
-                    continue
-                future, _ = self._waiting.pop(reply.number)
-                if future.done():
-                    continue
-                if reply.error:
-                    future.set_exception(_ERRORS.get(reply.error, WireError)(reply.words))
-                    future.exception()  # nobody may be waiting
-                else:
-                    future.set_result(message)
+                self._heard(*await _next(reader))
+        if not self._closing:
+            log.warning("the process that carries bulk data has ended; the training process does that now")
         self._ended()
+
+    def _heard(self, words: list[Any], message: bytes) -> None:
+        reply = _Reply(*words)
+        self._heard_at = asyncio.get_running_loop().time()
+        self._count(reply)
+        if reply.number == NOBODY:
+            return
+        future, _ = self._waiting.pop(reply.number)
+        if future.done():
+            return
+        if reply.error:
+            future.set_exception(_ERRORS.get(reply.error, WireError)(reply.words))
+            future.exception()  # nobody may be waiting
+        else:
+            future.set_result(message)
 
     def _count(self, reply: _Reply) -> None:
         self.queue_s = reply.queue_s
@@ -209,6 +231,7 @@ class Ferry:
                 future.exception()  # nobody may be waiting
 
     async def close(self) -> None:
+        self._closing = True
         if self._writer is not None:
             # To close it may not be enough: a process that was forked here has it as well.
             self._writer.write(_frame((NOBODY, "end")))
@@ -216,12 +239,15 @@ class Ferry:
         if self._listener is not None:
             self._listener.cancel()
         self._ended()
-        process = self._process
+        process, loop = self._process, asyncio.get_running_loop()
         if process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.get_running_loop().run_in_executor(None, process.wait, END_S)
+            # Not in a thread that waits: at the end of the interpreter there are no more threads to be had.
+            deadline = loop.time() + END_S
+            while process.poll() is None and loop.time() < deadline:
+                await asyncio.sleep(LOOK_AGAIN_S)
             process.kill()
-            await asyncio.get_running_loop().run_in_executor(None, process.wait)
+            while process.poll() is None:
+                await asyncio.sleep(LOOK_AGAIN_S)
 
 
 # ---------------------------------------------------------------- the process
@@ -229,7 +255,7 @@ class Ferry:
 
 class _Carrier:
     def __init__(self, setup: list[Any], say: Callable[[_Reply, bytes], None]) -> None:
-        outgoing, incoming, self._name, self._session, self._connections, tls = setup
+        outgoing, incoming, self._name, self._session, self._connections, tls, self._island = setup
         self._tls = TLS(**tls) if tls is not None else None
         self._say = say
         self._outgoing, self._incoming = _mapped(*outgoing), _mapped(*incoming)
@@ -237,26 +263,22 @@ class _Carrier:
         self._opened: dict[Place, tuple[Lanes, list[Any]]] = {}
         self._downloads: dict[int, Download] = {}
         """By where in shared memory they arrive."""
+        self._over = -1
+        """The newest connection to the syncer that has ended. Others follow, so those before it have ended, too."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def heard(self, words: list[Any], message: bytes) -> None:
         number, what, *told = words
-        does: dict[str, Callable[..., Coroutine[Any, Any, bytes]]] = {
-            "upload": self._upload,
-            "fetch": self._fetch,
-            "forget": self._forget,
-            "disconnect": self._disconnect,
-        }
-        task = asyncio.get_running_loop().create_task(self._do(number, does[what](message, *told)))
+        task = asyncio.get_running_loop().create_task(self._do(number, getattr(self, f"_{what}"), message, *told))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _do(self, number: int, work: Coroutine[Any, Any, bytes]) -> None:
+    async def _do(self, number: int, act: Callable[..., Coroutine[Any, Any, bytes]], *told: Any) -> None:
         message, error, words = b"", "", ""
         try:
-            message = await work
-        except WireError as found:
-            error, words = type(found).__name__, str(found)
+            message = await act(*told)
+        except Exception as found:  # whoever waits must hear of it, whatever it is
+            error, words = type(found).__name__, str(found) or repr(found)
         self._reply(number, message, error, words)
 
     def _reply(self, number: int, message: bytes = b"", error: str = "", words: str = "") -> None:
@@ -269,12 +291,14 @@ class _Carrier:
         return reply.SerializeToString()
 
     async def _fetch(self, wanted: bytes, connection: int, address: str, start: int, size: int) -> bytes:
-        download = self._downloads.get(start)
-        if download is None:
-            room = self._incoming[start : start + size]
-            download = self._downloads[start] = Download(pb.Fetch.FromString(wanted), lambda _: None, room)
+        download, what = self._downloads.get(start), pb.Fetch.FromString(wanted)
+        if download is None or download.wanted != what:
+            if download is not None:
+                download.give_up()
+            download = self._downloads[start] = Download(what, lambda _: None, self._incoming[start : start + size])
         await self._lanes(Place(connection, address)).fetch(download)
-        self._downloads.pop(start, None)
+        if self._downloads.get(start) is download:
+            del self._downloads[start]
         header, _ = await asyncio.get_running_loop().run_in_executor(None, download.finish)
         return header.SerializeToString()
 
@@ -284,8 +308,10 @@ class _Carrier:
             download.give_up()
         return b""
 
-    async def _disconnect(self, _: bytes, connection: int) -> bytes:
-        for place in [place for place in self._opened if place.connection == connection]:
+    async def _disconnect(self, _: bytes, connection: int, address: str) -> bytes:
+        if not address:
+            self._over = max(self._over, connection)
+        for place in [place for place in self._opened if place.connection == connection and address in ("", place.address)]:
             lanes, channels = self._opened.pop(place)
             await lanes.close()
             for channel in channels:
@@ -293,6 +319,8 @@ class _Carrier:
         return b""
 
     def _lanes(self, place: Place) -> Lanes:
+        if place.connection <= self._over:
+            raise WireError("the connection was closed")
         if place not in self._opened:
             channels = [open_channel(place.address, self._tls) for _ in range(self._connections)]
             stubs = [SyncerStub(channel) for channel in channels]
@@ -300,14 +328,11 @@ class _Carrier:
         return self._opened[place][0]
 
     async def look_after(self) -> None:
-        island = os.getppid()
-        while os.getppid() == island:
-            before = self._sent.total_bytes, self._received.total_bytes
+        while os.getppid() == self._island:
             await asyncio.sleep(LOOK_S)
-            for lanes, _ in self._opened.values():
+            for lanes, _ in list(self._opened.values()):
                 lanes.drop_if_stuck()
-            if (self._sent.total_bytes, self._received.total_bytes) != before:
-                self._reply(NOBODY)  # what is large takes a while, and its bytes are counted meanwhile
+            self._reply(NOBODY)  # we are alive; and the bytes of what is large are counted before it is done
 
 
 def _mapped(descriptor: int, size_bytes: int) -> memoryview:

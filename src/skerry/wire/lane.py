@@ -66,8 +66,7 @@ class Download:
 
     def begins(self, header: pb.Fetched) -> None:
         """Memory is set aside once what is declared has been looked at."""
-        if (header.fragment, header.version) != (self.wanted.fragment, self.wanted.version):
-            raise NotAsWanted(f"version {header.version} of fragment {header.fragment} was sent without being asked for")
+        self._is_wanted(header)
         if header.reason:
             raise NotAsWanted(header.reason)
         if self.header is None:
@@ -78,12 +77,17 @@ class Download:
         elif _what(header) != _what(self.header):
             raise NotAsWanted(f"version {header.version} of fragment {header.fragment} is something else than before")
 
+    def _is_wanted(self, header: pb.Fetched) -> None:
+        if (header.fragment, header.version) != (self.wanted.fragment, self.wanted.version):
+            raise NotAsWanted(f"version {header.version} of fragment {header.fragment} was sent without being asked for")
+
     @property
     def missing(self) -> list[Run]:
         return self.assembly.missing if self.assembly is not None else [(0, MOST_CHUNKS)]
 
     def arrived(self, header: pb.Fetched, data: memoryview) -> None:
         """All of it, by another way, where its checksum was found to be right."""
+        self._is_wanted(header)
         self._check(header)
         self.header, self._arrived = header, data
 
