@@ -125,11 +125,13 @@ class Ferry:
         if not sys.executable or getattr(sys, "frozen", False):
             raise Gone("there is no interpreter to start it with")
         here, there = socket.socketpair()
-        with there:
+        with there, contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(here.close)
             outgoing, incoming = ((memory.descriptor, memory.size_bytes) for memory in (self._outgoing, self._incoming))
             command = [sys.executable, "-c", _PROGRAM, str(there.fileno()), *sys.path]
             shared = (there.fileno(), outgoing[0], incoming[0])
             self._process = subprocess.Popen(command, pass_fds=shared, stdin=subprocess.DEVNULL)
+            if_it_fails.pop_all()
         reader, self._writer = await asyncio.open_connection(sock=here)
         certificates = dataclasses.asdict(tls) if tls is not None else None
         self._writer.write(_frame([outgoing, incoming, name, session, connections, certificates, os.getpid()]))
@@ -277,7 +279,7 @@ class _Carrier:
         message, error, words = b"", "", ""
         try:
             message = await act(*told)
-        except Exception as found:  # whoever waits must hear of it, whatever it is
+        except (Exception, asyncio.CancelledError) as found:  # whoever waits must hear of it, whatever it is
             error, words = type(found).__name__, str(found) or repr(found)
         self._reply(number, message, error, words)
 
