@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ from skerry.syncer.server import run_syncer
 from skerry.syncer.shard import run_shard
 from skerry.syncer.store import RunStore
 from skerry.wire.connection import TLS
+
+# Some virtual machines say that their CPU multiplies bf16 in tiles (AMX) and then do not let it: torch would end the process.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 _call_soon_threadsafe = asyncio.BaseEventLoop.call_soon_threadsafe
 
