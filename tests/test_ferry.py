@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import types
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,11 @@ from skerry.core.checksum import checksum
 from skerry.core.codec import raw_bytes
 from skerry.errors import WireError
 from skerry.learner import replica
+from skerry.learner import routes as routes_module
 from skerry.learner.pinned import PinnedMemory
+from skerry.learner.replica import Snapshot
 from skerry.learner.routes import Routes
+from skerry.learner.transfers import Transfers
 from skerry.syncer.run_folder import read_model
 from skerry.wire import ferry as ferries
 from skerry.wire import skerry_pb2 as pb
@@ -106,7 +112,7 @@ def test_without_it_the_island_carries_everything_itself(tmp_path: Path, start_s
 def test_one_that_hangs_is_given_up(
     tmp_path: Path, start_syncer: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ferries, "SILENT_S", 1.0)
+    monkeypatch.setattr(ferries, "SILENT_LOOKS", 2)
     folder = skerry.create(tmp_path / "run", large_model(), EXACT)
     island = Training(start_syncer(folder).address)
     ferry = ferry_of(island)
@@ -114,9 +120,147 @@ def test_one_that_hangs_is_given_up(
     assert ferry._process is not None
     os.kill(ferry._process.pid, signal.SIGSTOP)
     has_merged(folder)
-    assert not ferry.running and "has said nothing" in caplog.text and "has ended" in caplog.text
+    assert not ferry.running and "says nothing any more" in caplog.text and "has ended" in caplog.text
     island.stop()
     assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
+
+
+class Speechless:
+    """A process that says nothing."""
+
+    def __init__(self, code: int | None = None) -> None:
+        self.code = code
+        self.killed = False
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def silent_ferry(code: int | None = None) -> tuple[Ferry, Speechless]:
+    memories = [PinnedMemory(1 << 20, 1, CPU, [], shared=True) for _ in range(2)]
+    ferry, process = Ferry(memories[0], memories[1], Meter(), Meter()), Speechless(code)
+    ferry.running, ferry._process = True, process  # type: ignore[assignment]
+    return ferry, process
+
+
+@pytest.mark.parametrize("island_stood_still", [False, True])
+def test_it_is_given_up_for_its_own_silence_and_not_because_the_island_was_frozen(
+    island_stood_still: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ferries, "LOOKS_APART_S", -1.0 if island_stood_still else 1e9)
+
+    async def scenario() -> None:
+        ferry, process = silent_ferry()
+        for _ in range(ferries.SILENT_LOOKS + 1):
+            assert not process.killed
+            ferry.look_after()
+        assert process.killed is not island_stood_still
+
+    asyncio.run(scenario())
+
+
+def test_one_that_has_ended_is_noticed_though_a_forked_process_keeps_its_socket_open() -> None:
+    async def scenario() -> None:
+        ferry, _ = silent_ferry(code=-9)
+        waits = asyncio.get_running_loop().create_future()
+        ferry._waiting[0] = waits, None
+        ferry.look_after()
+        assert not ferry.running
+        with pytest.raises(Gone):
+            await waits
+
+    asyncio.run(scenario())
+
+
+def test_a_defect_of_its_own_ends_it_and_signals_do_not(caplog: pytest.LogCaptureFixture) -> None:
+    memories = [PinnedMemory(1 << 20, 1, CPU, [], shared=True) for _ in range(2)]
+
+    async def scenario() -> None:
+        ferry = Ferry(memories[0], memories[1], Meter(), Meter())
+        await ferry.start("a", "session", 1, None)
+        assert ferry._process is not None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+            ferry._process.send_signal(number)
+        assert await ferry._tell(None, b"", "forget", 0) == b""
+        with pytest.raises(Gone):
+            await ferry._tell(None, b"no message", "upload", 1, "127.0.0.1:1", 0, 10, False)
+        assert ferry._process.wait() == -signal.SIGKILL and not ferry.running
+        await ferry.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert "DecodeError" in caplog.text
+
+
+def test_where_only_it_gets_nothing_through_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes_module, "DOUBT_S", 0.0)
+    said: list[str] = []
+
+    class Fails(Ferry):
+        def __init__(self) -> None:
+            self.running, self.queue_s = True, 0.0
+
+        def carries(self, data: memoryview) -> bool:
+            return self.running
+
+        async def upload(self, place: Place, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
+            said.append("carried")
+            raise WireError("no more files may be opened")
+
+        def give_up(self, why: str) -> None:
+            said.append("given up")
+            self.running = False
+
+    class Works(Lanes):
+        async def upload(self, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
+            said.append("without it")
+            if broken:
+                raise WireError("the link is cut")
+            return pb.UploadReply(accepted=True)
+
+    broken = True
+
+    async def scenario() -> None:
+        nonlocal broken
+        ferry, lanes = Fails(), Works([], "a", "session", Meter(), Meter())
+        routes = Routes(lanes, "127.0.0.1:1", 1, None, lambda stubs: lanes, lambda: ferry)
+
+        async def send(times: int) -> list[str]:
+            said.clear()
+            for _ in range(times):
+                with contextlib.suppress(WireError):
+                    await routes.upload(pb.Upload(), memoryview(b"1"), False)
+            return said
+
+        assert await send(4) == ["carried", "without it"] * 2  # nothing works: no reason to give it up
+        broken = False
+        assert await send(5) == ["carried", "without it", "carried", "without it", "given up", "without it"]
+
+    asyncio.run(scenario())
+
+
+def test_a_snapshot_is_not_kept_while_what_was_made_of_it_is_sent() -> None:
+    async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+        return work(*arguments)
+
+    async def upload(encoded: object) -> None:
+        kept.append(reference())
+
+    kept: list[Snapshot | None] = []
+    link: Any = types.SimpleNamespace(
+        replica=types.SimpleNamespace(quick=False),
+        exchange=types.SimpleNamespace(has_questions=lambda: False),
+        off_loop=at_once,
+    )
+    transfers: Any = Transfers(link)
+    transfers._encode, transfers._upload = lambda give, snapshot: "encoded", upload
+    snapshot = Snapshot(0, 1, None, lambda: torch.empty(0))
+    reference, giving = weakref.ref(snapshot), transfers._give(None, snapshot)
+    del snapshot
+    asyncio.run(giving)
+    assert kept == [None]
 
 
 @pytest.mark.parametrize("executable", ["nothing", "", None])
@@ -184,6 +328,7 @@ ISLAND = """
 import sys, threading
 sys.path.insert(0, sys.argv[2])
 from skerry.learner import replica
+from skerry.learner import routes as routes_module
 replica.SETS_ASIDE = ("cpu",)
 from test_lanes import Training
 island = Training(sys.argv[1])
@@ -214,6 +359,7 @@ import torch
 sys.path.insert(0, sys.argv[2])
 import skerry
 from skerry.learner import replica
+from skerry.learner import routes as routes_module
 replica.SETS_ASIDE = ("cpu",)
 from test_lanes import large_model
 model = large_model()

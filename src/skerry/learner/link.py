@@ -364,7 +364,7 @@ class Link:
             stream.drop_if_silent(self.exchange.sync.silence_s)
             routes.drop_if_stuck()
             if self.ferry is not None:
-                self.ferry.end_if_silent()
+                self.ferry.look_after()
             if self._since_report() >= HEARTBEAT_S / 2:
                 self._report()
             if self.courier is not None and self.courier.time_to_keep(self._clock.now()):

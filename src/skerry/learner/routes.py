@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from skerry.errors import WireError
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import TLS, open_channel
 from skerry.wire.ferry import Ferry, Gone, Place
-from skerry.wire.lane import Download, TooLarge
+from skerry.wire.lane import Download, NotAsWanted, TooLarge
 from skerry.wire.lanes import Lanes
 from skerry.wire.service import SyncerStub
 
 _numbers = itertools.count()
+
+DOUBT_S = 5.0
+OFTEN = 2
+
+
+class _Doubt:
+    """Of the process that carries bulk data: it may be the only one for whom the link does not work. When it has failed for a
+    while, something goes without it; if that gets through again and again, it is given up."""
+
+    def __init__(self) -> None:
+        self._failing_since: float | None = None
+        self._without = 0
+        """So often something got through without it since it carried anything."""
+
+    def carried(self) -> None:
+        self._failing_since, self._without = None, 0
+
+    def failed(self) -> None:
+        if self._failing_since is None:
+            self._failing_since = asyncio.get_running_loop().time()
+
+    def takes_a_turn(self) -> bool:
+        """Whether to do without it this time; next time it may try again."""
+        since = self._failing_since
+        if since is None or asyncio.get_running_loop().time() - since < DOUBT_S:
+            return False
+        self._failing_since = None
+        return True
+
+    def went_without(self, ferry: Ferry) -> None:
+        self._without += 1
+        if self._without >= OFTEN:
+            ferry.give_up("what it could not carry got through without it")
 
 
 class Routes:
@@ -34,6 +68,7 @@ class Routes:
         self.main = main
         self._address = address
         self._ferry = ferry
+        self._doubt = _Doubt()
         self._number = next(_numbers)
         self._closed = False
         self._connections = connections
@@ -59,26 +94,48 @@ class Routes:
     async def upload(self, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
         """As Lanes.upload, wherever the fragment is served."""
         lanes, ferry = self._served(header.fragment), self._ferry()
-        if ferry is not None and ferry.carries(data):
-            try:
+        if ferry is None or not ferry.carries(data):
+            return await lanes.upload(header, data, resume)
+        if self._doubt.takes_a_turn():
+            reply = await lanes.upload(header, data, True)
+            self._doubt.went_without(ferry)
+            return reply
+        try:
+            with self._doubting():
                 return await ferry.upload(self._where(header.fragment), header, data, resume)
-            except Gone:
-                resume = True  # all of it may be there
-        return await lanes.upload(header, data, resume)
+        except Gone:
+            return await lanes.upload(header, data, True)  # all of it may be there
 
     async def fetch(self, download: Download) -> None:
         """As Lanes.fetch."""
         lanes, ferry = self._served(download.wanted.fragment), self._ferry()
-        if ferry is not None and download.room is not None and ferry.takes(download.room):
+        if ferry is None or download.room is None or not ferry.takes(download.room):
+            await lanes.fetch(download)
+            return
+        without = self._doubt.takes_a_turn()
+        if not without:
             try:
-                await ferry.fetch(self._where(download.wanted.fragment), download, download.room)
-                return
-            except TooLarge:
-                ferry.forget(download.room)
-            except Gone:
+                with self._doubting():
+                    await ferry.fetch(self._where(download.wanted.fragment), download, download.room)
+                    return
+            except (TooLarge, Gone):
                 pass
-            download.room = None
+        ferry.forget(download.room)
+        download.room = None
         await lanes.fetch(download)
+        if without:
+            self._doubt.went_without(ferry)
+
+    @contextlib.contextmanager
+    def _doubting(self) -> Iterator[None]:
+        try:
+            yield
+        except (NotAsWanted, Gone):
+            raise
+        except WireError:
+            self._doubt.failed()
+            raise
+        self._doubt.carried()
 
     def _served(self, fragment: int) -> Lanes:
         if self._closed:

@@ -103,6 +103,8 @@ class Transfers:
             link.spawn(self._upload(encoded))
         for give, snapshot in taken:
             link.spawn(self._give(give, snapshot))
+        if nothings or again or taken:
+            link.pump()  # what was asked meanwhile
 
     def _wait_for_snapshots(self) -> Answers:
         link = self._link
@@ -143,6 +145,7 @@ class Transfers:
         else:
             async with self._encoders:
                 encoded = await link.off_loop(self._encode, give, snapshot)
+        del snapshot  # it holds a copy on the device and the version before, and to send what was made of it may take long
         if link.exchange.has_questions():
             link.pump()
         await self._upload(encoded)

@@ -17,15 +17,15 @@ import json
 import logging
 import mmap
 import os
-import signal
 import socket
 import struct
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from skerry.errors import WireError
+from skerry.errors import SkerryError, WireError
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import TLS, open_channel
 from skerry.wire.lane import Download, NotAsWanted, TooLarge
@@ -39,10 +39,21 @@ log = logging.getLogger("skerry.learner")
 
 _SIZES = struct.Struct("<II")
 LOOK_S = 0.25
-SILENT_S = 10.0
+SILENT_LOOKS = 10
+"""So many times in a row nothing has come of it when it was looked for."""
+LOOKS_APART_S = 2.0
+"""After a longer time between two looks it was the island that stood still, and the other one perhaps as well."""
 END_S = 5.0
 LOOK_AGAIN_S = 0.01
-_PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from skerry.wire.ferry import main; main()"
+_PROGRAM = """
+import signal, sys
+for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
+    # Whoever stops an island, or tells all processes of a job something, means the island, which then closes its end.
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+sys.path[:] = sys.argv[2:]
+from skerry.wire.ferry import main
+main()
+"""
 """What is imported is what the island would import."""
 NOBODY = -1
 """The number of a message that nobody waits for."""
@@ -84,7 +95,7 @@ class _Reply(NamedTuple):
     queue_s: float
 
 
-_ERRORS = {kind.__name__: kind for kind in (NotAsWanted, TooLarge, TryAgain)}
+_ERRORS = {kind.__name__: kind for kind in (WireError, NotAsWanted, TooLarge, TryAgain)}
 
 
 def _frame(message: Sequence[Any], data: bytes = b"") -> bytes:
@@ -112,7 +123,9 @@ class Ferry:
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[asyncio.Future[bytes], object]] = {}
         """With what is shared: it stays as it is until the process is done with it, whoever gives up waiting."""
-        self._heard_at = 0.0
+        self._heard = True
+        """Something has come of it since it was looked for last."""
+        self._looked_at, self._silent_looks = 0.0, 0
         self._closing = False
         self._counted = (0, 0)
         self.queue_s = 0.0
@@ -139,7 +152,7 @@ class Ferry:
             await _next(reader)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise Gone(f"the process that was to carry bulk data did not start: {error}") from None
-        self.running, self._heard_at = True, asyncio.get_running_loop().time()
+        self.running = True
         self._listener = asyncio.get_running_loop().create_task(self._listen(reader))
 
     def carries(self, data: memoryview) -> bool:
@@ -173,10 +186,25 @@ class Ferry:
         if self.running:
             self._tell(None, b"", "disconnect", connection, address)
 
-    def end_if_silent(self) -> None:
-        """It says something several times a second. If it does not, what it was told to do will not be done."""
-        if self.running and self._process is not None and asyncio.get_running_loop().time() - self._heard_at > SILENT_S:
-            log.warning("the process that carries bulk data has said nothing for %.0f s", SILENT_S)
+    def look_after(self) -> None:
+        """Once a second or so. It says something more often than that; if it does not, what it was told to do will not be
+        done."""
+        if not self.running or self._process is None:
+            return
+        now = asyncio.get_running_loop().time()
+        stood_still, self._looked_at = now - self._looked_at > LOOKS_APART_S, now
+        self._silent_looks = 0 if self._heard or stood_still else self._silent_looks + 1
+        self._heard = False
+        if self._process.poll() is not None:
+            # Its end of the socket may be open all the same, in a process that was forked here just when it was started.
+            self._ended()
+        elif self._silent_looks >= SILENT_LOOKS:
+            self.give_up("it says nothing any more")
+
+    def give_up(self, why: str) -> None:
+        """The island is better off without it."""
+        if self.running and self._process is not None:
+            log.warning("the process that carries bulk data is ended: %s", why)
             self._process.kill()
 
     async def _ask(self, held: object, message: bytes, *words: Any) -> bytes:
@@ -195,22 +223,25 @@ class Ferry:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                self._heard(*await _next(reader))
-        if not self._closing:
-            log.warning("the process that carries bulk data has ended; the training process does that now")
+                self._hear(*await _next(reader))
         self._ended()
 
-    def _heard(self, words: list[Any], message: bytes) -> None:
+    def _hear(self, words: list[Any], message: bytes) -> None:
         reply = _Reply(*words)
-        self._heard_at = asyncio.get_running_loop().time()
+        self._heard = True
         self._count(reply)
         if reply.number == NOBODY:
+            return
+        if reply.error and reply.error not in _ERRORS:
+            # No trouble of the link, which would be there without it as well. Whoever waits hears of it when it has ended, as
+            # until then it may write to what is shared.
+            self.give_up(f"{reply.error}: {reply.words}")
             return
         future, _ = self._waiting.pop(reply.number)
         if future.done():
             return
         if reply.error:
-            future.set_exception(_ERRORS.get(reply.error, WireError)(reply.words))
+            future.set_exception(_ERRORS[reply.error](reply.words))
             future.exception()  # nobody may be waiting
         else:
             future.set_result(message)
@@ -225,6 +256,8 @@ class Ferry:
                 meter.moved(now - was, kind)
 
     def _ended(self) -> None:
+        if self.running and not self._closing:
+            log.warning("the process that carries bulk data has ended; the training process does that now")
         self.running = False
         waiting, self._waiting = self._waiting, {}
         for future, _ in waiting.values():
@@ -281,6 +314,8 @@ class _Carrier:
             message = await act(*told)
         except (Exception, asyncio.CancelledError) as found:  # whoever waits must hear of it, whatever it is
             error, words = type(found).__name__, str(found) or repr(found)
+            if error not in _ERRORS and isinstance(found, (SkerryError, asyncio.CancelledError)):
+                error = WireError.__name__
         self._reply(number, message, error, words)
 
     def _reply(self, number: int, message: bytes = b"", error: str = "", words: str = "") -> None:
@@ -353,12 +388,16 @@ async def _serve(end: socket.socket) -> None:
                 carrier.heard(*heard)
 
     works = [asyncio.ensure_future(work) for work in (listen(), carrier.look_after())]
-    await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+    for work in done:
+        work.result()
 
 
 def main() -> None:
-    # Whoever stops an island means the island, which then closes its end.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    asyncio.SelectorEventLoop(CalmSelector()).run_until_complete(_serve(socket.socket(fileno=int(sys.argv[1]))))
-    os._exit(0)  # what was under way is of no use to anybody
+    code = 1
+    try:
+        asyncio.SelectorEventLoop(CalmSelector()).run_until_complete(_serve(socket.socket(fileno=int(sys.argv[1]))))
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    os._exit(code)  # what was under way is of no use to anybody
