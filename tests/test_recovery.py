@@ -78,6 +78,19 @@ def test_training_goes_on_with_restored_state_as_if_nothing_had_happened(make, p
         assert torch.equal(one, two)
 
 
+def test_restored_state_lies_in_memory_as_the_parameters_do() -> None:
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    fresh = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    state_of(model, [fresh]).restore([state_of(model, [optimizer]).pack_all()])
+    for parameter in model.parameters():
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(fresh.state[parameter][key], value)
+            assert fresh.state[parameter][key].stride() == value.stride()
+
+
 def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     model = small_model()
     optimizer = adamw(model)

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 from torch.optim import Optimizer
 
+from skerry.core.tensor_file import NoSuchType, as_parts, in_one
 from skerry.durable import write_durably
 from skerry.errors import WireError
 from skerry.learner.replica import Replica
@@ -68,17 +70,18 @@ class OptimizerState:
     def parts(self) -> int:
         return len(self._parts)
 
-    def pack(self, part: int) -> tuple[bytes, int]:
+    def pack(self, part: int) -> tuple[memoryview, int]:
         """One part, as safetensors, and after how many steps it was. Called from another thread than the one that trains."""
-        return self._packed(self._parts[part], {})
+        packed, steps = self._packed(self._parts[part], {})
+        return in_one(packed), steps
 
-    def pack_all(self) -> bytes:
+    def pack_all(self) -> memoryview:
         """Every part in one."""
-        return self._packed(list(self._places()), {})[0]
+        return in_one(self._packed(list(self._places()), {})[0])
 
     def _packed(
         self, places: Sequence[_Place], metadata: dict[str, str], journal: Callable[[], str] = str
-    ) -> tuple[bytes, int]:
+    ) -> tuple[list[bytes | memoryview], int]:
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Any] = {}
         steps = 0
@@ -91,11 +94,14 @@ class OptimizerState:
                 if some[-1] is places[-1]:
                     metadata = {**metadata, "journal": journal()}
             for place, state, arrived in taken:
-                tensors.update({f"{place.name}/{key}": copy for key, copy in arrived().items()})
+                tensors.update({f"{place.name}/{key}": copy.contiguous() for key, copy in arrived().items()})
                 numbers.update(_numbers(place, state))
         if not tensors and not numbers:
             raise CannotKeep("the optimizer has no state yet")
-        return save(tensors, {**metadata, "numbers": json.dumps(numbers), "steps": str(steps)}), steps
+        try:
+            return as_parts(tensors, {**metadata, "numbers": json.dumps(numbers), "steps": str(steps)}), steps
+        except NoSuchType as error:
+            raise CannotKeep(f"it cannot be written: {error}") from None
 
     def _take(self, place: _Place) -> tuple[_Place, dict[str, Any], Callable[[], dict[str, Tensor]]]:
         """Holding the gate."""
@@ -104,10 +110,10 @@ class OptimizerState:
         copies = self._replica.copy_out(list(wanted.values()))
         return place, state, lambda: dict(zip(wanted, copies(), strict=True))
 
-    def restore(self, packed: Sequence[bytes]) -> None:
+    def restore(self, packed: Sequence[bytes | memoryview]) -> None:
         """Before training. All parts or none: raises WireError, and leaves the optimizer as it is, if anything does not fit."""
         found: dict[str, Any] = {}
-        for data in packed:
+        for data in map(bytes, packed):
             try:
                 found.update(load(data))
                 found.update(json.loads(_metadata(data).get("numbers", "{}")))
@@ -132,9 +138,9 @@ class OptimizerState:
     def save_to(self, path: Path, run_id: str, step: int, session: str = "", journal: Callable[[], str] = str) -> None:
         """Every part into one file, which is there whole or as it was before."""
         metadata = {"run_id": run_id, "step": str(step), "session": session}
-        data, _ = self._packed(list(self._places()), metadata, journal)
+        parts, _ = self._packed(list(self._places()), metadata, journal)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, data)
+        write_durably(path, *parts)
 
     def _places(self) -> Iterator[_Place]:
         return (place for part in self._parts for place in part)
@@ -194,4 +200,9 @@ def _placed(key: str, value: Any, place: _Place) -> Any:
     if not isinstance(value, Tensor):
         return value
     on_device = place.group.get("capturable") or place.group.get("fused")
-    return value if key == "step" and not on_device else value.to(place.parameter.device)
+    if key == "step" and not on_device:
+        return value
+    if value.shape != place.parameter.shape:
+        return value.to(place.parameter.device)
+    # In the parameter's own order in memory, which kernels for many tensors at once rely on.
+    return torch.empty_like(place.parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -69,8 +69,7 @@ class StateCourier:
             header.reason = "there is no such part"
         else:
             try:
-                packed, header.steps = await self._link.off_loop(self.state.pack, part)
-                data = memoryview(packed)
+                data, header.steps = await self._link.off_loop(self.state.pack, part)
                 header.size_bytes, header.checksum = len(data), checksum(data)
                 header.session, header.journal_json = self._link.session, self._journal()
             except CannotKeep as error:

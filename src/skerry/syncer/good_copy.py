@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
+from skerry.core.tensor_file import as_parts
 from skerry.durable import unlink, write_durably
 from skerry.errors import StoreError
 
@@ -26,10 +26,10 @@ class GoodCopies:
 
     def keep(self, step: int, fragments: Sequence[Tensor]) -> None:
         """Whole or not at all; older ones go once this one is safe."""
-        data = save({str(index): values for index, values in enumerate(fragments)})
+        parts = as_parts({str(index): values for index, values in enumerate(fragments)})
         try:
             self._folder.mkdir(exist_ok=True)
-            write_durably(self._path(step), data)
+            write_durably(self._path(step), *parts)
         except OSError as error:
             raise StoreError(f"a good copy of the model cannot be kept in {self._folder}: {error.strerror}") from error
         copies = sorted(p for p in self._folder.iterdir() if re.fullmatch(r"step-\d{10}\.safetensors", p.name))

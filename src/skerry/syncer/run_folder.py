@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from skerry.core.codec import raw_bytes
 from skerry.core.fragment import Fragment, Layout, TensorSpec, split
 from skerry.core.merge import FragmentState
 from skerry.core.standing import Standing
+from skerry.core.tensor_file import as_parts
 from skerry.durable import write_durably
 from skerry.errors import StoreError
 
@@ -152,19 +153,7 @@ def _tensors(state: FragmentState) -> dict[str, Tensor]:
 
 
 def write_version(folder: Path, file: str, state: FragmentState) -> None:
-    write_durably(folder / "fragments" / file, *_as_safetensors(_tensors(state)))
-
-
-def _as_safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """Vectors in fp32 as a file of that format, in parts: the library would copy all of them into one."""
-    header, parts, end = {}, [], 0
-    for name, vector in tensors.items():
-        parts.append(raw_bytes(vector))
-        start, end = end, end + len(parts[-1])
-        header[name] = {"dtype": "F32", "shape": [vector.numel()], "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *parts]
+    write_durably(folder / "fragments" / file, *as_parts(_tensors(state)))
 
 
 def read_version(

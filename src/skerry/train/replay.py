@@ -59,7 +59,7 @@ class IslandAgain:
         self._last: list[Range] = []
         self._contributions: dict[tuple[int, int], Tensor] = {}
         """(fragment, steps) → what was given."""
-        self._handed_on: dict[int, list[bytes]] = {}
+        self._handed_on: dict[int, list[memoryview]] = {}
         self._to_give: list[tuple[int, int]] = []
         self._to_adopt: list[tuple[int, int, bool]] = []
         """What is still to be done between this step and the next."""
@@ -78,7 +78,7 @@ class IslandAgain:
             parts.append(island.state_after(steps, None if process.source == "own" else number))
         self._state.restore(parts)
 
-    def state_after(self, steps: int, part: int | None) -> bytes:
+    def state_after(self, steps: int, part: int | None) -> memoryview:
         """Its optimizer's state, or a part of it, as it was after so many steps."""
         self.advance(steps)
         if steps not in self._handed_on:
