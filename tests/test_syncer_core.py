@@ -48,7 +48,7 @@ from skerry.core.messages import (
     WakeAt,
     Welcome,
 )
-from skerry.core.quorum import LONGEST, REST
+from skerry.core.quorum import LONGEST, LONGEST_REST, REST
 from skerry.core.rollback import MAX_ROLLBACKS
 from skerry.core.standing import Counted, FragmentProgress, Standing
 from skerry.core.syncer import LAST_CHANCE, RETRY_STORE_S, RETURN_S, SyncerCore
@@ -598,9 +598,9 @@ def exchanges(run: Run, count: int, taken_s: float) -> int:
 def test_a_fragment_rests_when_exchanges_take_longer_than_they_may() -> None:
     """Else islands would spend all their time on work that is overwritten."""
     run = running("a", "b", quorum=2, overlap=1)
-    step = exchanges(run, 1, 0.75)
-    rested = run.now + REST * 0.75
-    run.now += 3.0
+    step = exchanges(run, 1, 0.125)
+    rested = run.now + REST * 0.125
+    run.now += 0.5
     for later in (step + 4, step + 8):
         assert not of(Ask, run.report("a", later)) and not of(Ask, run.report("b", later)), "it is due, and rests"
     assert of(WakeAt, run.send(Tick())) == [WakeAt(rested)]
@@ -632,8 +632,15 @@ def test_after_a_long_stall_nothing_rests_or_waits_for_long() -> None:
     run = running("a", "b", quorum=2, overlap=1)
     exchanges(run, 1, 1.5 * SILENCE_S)
     period = run.core.sync.every * 0.1
-    assert run.core.fragments[0].rest_s == pytest.approx(REST * LONGEST * period)
+    assert run.core.fragments[0].rest_s == pytest.approx(LONGEST_REST * period)
     assert run.core.grace.seconds(0.1) <= LONGEST * period
+    run.now += LONGEST_REST * period
+    step = 100
+    for name in "ab":
+        run.report(name, step, step_time_s=0.1)
+    run.give("a"), run.give("b"), run.store()
+    assert run.core.grace.taken(0.1) > period, "exchanges still seem to take long"
+    assert run.core.fragments[0].rest_s == 0.0, "but this one did not"
 
 
 def test_the_time_to_merge_and_store_is_taken_off_the_next_grace_window() -> None:

@@ -22,8 +22,10 @@ class MovingAverage:
 REST = 8.0
 """Times what an exchange takes: with overwriting, what islands do while one is under way is lost, so this keeps that rare."""
 LONGEST = 3.0
-"""Times H steps: an exchange is not reckoned with as longer than this. After a stall that held up many of them, merging goes
-on as usual within a while that islands hardly notice."""
+"""Times H steps: an exchange is not reckoned with as longer than this."""
+LONGEST_REST = 4.0
+"""Times H steps. After a stall that held up many exchanges, or their slow beginning in memory that is new to all, merging goes on
+as usual within a while that islands hardly notice."""
 
 
 @dataclass
@@ -50,7 +52,10 @@ class GraceWindow:
         taken = self.taken(step_time_s)
         return self.share * max(self.overlap * step_time_s - taken, taken)
 
-    def rest(self, step_time_s: float) -> float:
-        """How long a merged fragment is left alone, though it may be due again, if exchanges take longer than they may."""
-        taken = self.taken(step_time_s)
-        return REST * taken if taken > max(self.overlap, 1) * step_time_s else 0.0
+    def rest(self, step_time_s: float, latest_s: float) -> float:
+        """How long a merged fragment is left alone, though it may be due again, if exchanges take longer than they may, and the
+        latest one as well: what took long once says nothing of the next."""
+        taken = min(self.taken(step_time_s), latest_s)
+        if taken <= max(self.overlap, 1) * step_time_s:
+            return 0.0
+        return min(REST * taken, LONGEST_REST * self.every * step_time_s)

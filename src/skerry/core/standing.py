@@ -85,6 +85,13 @@ class Round:
     def missing(self) -> set[str]:
         return self.asked - set(self.arrived)
 
+    def taken_s(self, now: float) -> float:
+        """To gather the quorum, and from the order to merge until now; what more contributions were waited for in between is
+        not part of it."""
+        assert self.merging_since is not None
+        gathered_at = self.merging_since if self.quorum_at is None else self.quorum_at
+        return gathered_at - self.opened_at + now - self.merging_since
+
 
 @dataclass
 class Counted:
