@@ -38,8 +38,9 @@ from torch import Tensor, nn
 
 import skerry
 from skerry.config import SyncConfig
+from skerry.core.exchange import Question
 from skerry.core.tensors import model_tensors
-from skerry.errors import JoinRefused, WireError
+from skerry.errors import ConfigError, JoinRefused, WireError
 from skerry.learner.workers import DaemonWorkers
 from skerry.syncer.run_folder import read_identity, read_model, read_standing
 from skerry.syncer.store import RunStore
@@ -1067,10 +1068,118 @@ def test_optimizers_may_step_in_another_order_than_they_were_given(folder: Path,
     learner = join(start_syncer(folder).address, model, [first, second])
     try:
         train(model, [second, first], batches(0, 4))
+        assert learner.step == 4
         # A long forward pass: four steps are done, both fragments are due and asked for.
         poll(lambda: min(versions(folder)) >= 1, "the merges of steps 2 and 4", 5)
     finally:
         learner.leave(timeout_s=1)
+
+
+def test_an_optimizer_for_each_parameter_may_step_from_the_last_to_the_first(folder: Path, start_syncer) -> None:
+    """As in loops that step within the backward pass."""
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    each = [torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()]
+    with join(start_syncer(folder).address, model, each) as learner:
+        train(model, each[::-1], batches(0, 10))
+        assert learner.step == 10
+
+
+@pytest.mark.parametrize("generator_first", [True, False])
+def test_two_networks_that_are_trained_against_each_other(folder: Path, start_syncer, generator_first: bool) -> None:
+    """While one steps the graph of the other is alive: nothing may be written into it, in whichever order they are given."""
+
+    def adversaries() -> nn.ModuleDict:
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 8))
+        return nn.ModuleDict({"generator": generator, "critic": nn.Linear(8, 1)})
+
+    skerry.create(folder, adversaries(), SyncConfig(fragments=2, every=2, overlap=1, silence_s=30.0))
+    nets = adversaries()
+    generator, critic = nets["generator"], nets["critic"]
+    of_generator, of_critic = (torch.optim.SGD(net.parameters(), lr=1e-3) for net in (generator, critic))
+    given = [of_generator, of_critic] if generator_first else [of_critic, of_generator]
+    with join(start_syncer(folder).address, nets, given) as learner:
+        iterations = 0
+        while min(versions(folder)) < 5:
+            made = generator(torch.randn(2, 4))
+            of_critic.zero_grad()
+            (critic(made.detach()) - critic(torch.randn(2, 8))).mean().backward()
+            of_critic.step()
+            of_generator.zero_grad()
+            critic(made).mean().backward()
+            of_generator.step()
+            iterations += 1
+        assert learner.step == iterations
+
+
+def test_weights_that_were_given_other_memory_end_training_with_a_word(folder: Path, start_syncer) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    optimizer = sgd(model)
+    learner = join(start_syncer(folder).address, model, optimizer)
+    train_until(lambda: min(versions(folder)) >= 1, model, optimizer)
+    model[2].weight.data = model[2].weight.data.clone()
+    with pytest.raises(ConfigError, match=r"2\.weight was given other memory after join"):
+        train_until(lambda: min(versions(folder)) >= 100, model, optimizer)
+    learner.detach()
+
+
+def test_nothing_is_read_while_weights_are_held(folder: Path, start_syncer, monkeypatch: pytest.MonkeyPatch) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    optimizer = sgd(model)
+    learner = join(start_syncer(folder).address, model, optimizer)
+    link, real, read = learner._link, learner._replica.snapshot, []
+
+    def snapshot(fragment: int, at_step: int) -> Any:
+        taken = real(fragment, at_step)
+        read.append(bool(taken.progress().isfinite().all()))
+        return taken
+
+    def asked() -> None:
+        with link.changed:
+            learner._exchange.asked(Question(0, 1000, 0), False)
+        link.pump()
+
+    train(model, optimizer, batches(0, 1))
+    monkeypatch.setattr(learner._replica, "snapshot", snapshot)
+    with learner.hold(), torch.no_grad():
+        lent = [parameter.clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        link._call(asked)
+        poll(lambda: link._transfers._answering, "somebody to want a snapshot")
+        assert not read
+        for parameter, values in zip(model.parameters(), lent, strict=True):
+            parameter.copy_(values)
+    poll(lambda: read, "the snapshot")
+    with pytest.raises(RuntimeError, match="not inside"), learner.hold(), learner.hold():
+        pass
+    train_until(lambda: min(versions(folder)) >= 2, model, optimizer)
+    learner.leave(timeout_s=30)
+    assert all(read) and not tape(folder, "unhealthy")
+
+
+def test_layers_that_thaw_while_training_do_not_keep_an_island_from_coming_back(folder: Path, start_syncer) -> None:
+    def frozen() -> nn.Sequential:
+        model = small_model()
+        model[0].requires_grad_(False)
+        return model
+
+    skerry.create(folder, frozen(), DECOUPLED)
+    model = frozen()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    syncer = start_syncer(folder)
+    learner = join(syncer.address, model, optimizer)
+    train_until(lambda: min(versions(folder)) >= 1, model, optimizer)
+    model[0].requires_grad_(True)
+    syncer.stop()
+    start_syncer(folder, syncer.port)
+    merged = min(versions(folder))
+    train_until(lambda: min(versions(folder)) >= merged + 2, model, optimizer)
+    assert learner.failure is None
+    learner.leave(timeout_s=30)
 
 
 def test_a_count_may_be_any_integer(folder: Path, start_syncer) -> None:

@@ -24,7 +24,7 @@ REST = 8.0
 LONGEST = 3.0
 """Times H steps: an exchange is not reckoned with as longer than this."""
 LONGEST_REST = 4.0
-"""Times H steps. After a stall that held up many exchanges, or their slow beginning in memory that is new to all, merging goes on
+"""Times H steps. After a stall that held up many exchanges, or a slow beginning in memory that is new to all, merging goes on
 as usual within a while that islands hardly notice."""
 
 

@@ -6,12 +6,13 @@ fetched fragments are adopted, and the gate opens. Outside lock-step nothing her
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from skerry.clock import Clock, SystemClock
 from skerry.core.exchange import Exchange
 from skerry.core.leases import Pool
-from skerry.errors import WireError
+from skerry.errors import ConfigError, WireError
 from skerry.learner.link import CONNECTIONS, Link
 from skerry.learner.optimizer_state import OptimizerState
 from skerry.learner.replica import Replica
@@ -49,7 +50,9 @@ class Learner:
         self._clock = clock
         self._tokens_per_step = tokens_per_step
         self._counted: int | None = None
-        self._places = {id(optimizer): place for place, optimizer in enumerate(optimizers)}
+        self._optimizers = len(optimizers)
+        self._places: dict[int, int] = {}
+        """Of each optimizer in an inner step: the order in which they stepped first, whatever that in which they were given."""
         self._last_place = -1
         self._outer_call: FrameType | None = None
         self._in_step = False
@@ -185,6 +188,23 @@ class Learner:
         """The same for loops that turn sample numbers into data themselves, one batch for a step."""
         return LeasedRanges(self._link, tuple(pools), batch)
 
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """For whatever the loop does to the weights outside of `optimizer.step()`: Skerry neither reads nor writes them inside.
+
+        A change that stays (a projection, clipped weights) counts as progress. Weights that are only lent, such as an average
+        of past ones that is to be evaluated, must be given back before the end.
+        """
+        if self._in_step:
+            raise RuntimeError("hold() is for what is done between two calls of optimizer.step(), not inside of one")
+        self._take_gate()
+        self._replica.before_write()
+        try:
+            yield
+        finally:
+            self._replica.after_write()
+            self._open_gate()
+
     def report(self, loss: float) -> None:
         """The latest training loss, for display only."""
         self._link.loss = loss
@@ -207,20 +227,22 @@ class Learner:
         self._courier.keep_now()
         link.leave()
         deadline = self._clock.now() + timeout_s
-        while True:
+        try:
+            while True:
+                self._adopt_ready()
+                link.wake()
+                with link.changed:
+                    left = deadline - self._clock.now()
+                    if link.goodbye is not None or link.failure is not None:
+                        break
+                    if left <= 0:
+                        log.warning("%s left without a goodbye: no answer from the syncer in %.0f s", self.name, timeout_s)
+                        break
+                    if not self._exchange.adoptable():
+                        link.changed.wait(min(left, 1.0))
             self._adopt_ready()
-            link.wake()
-            with link.changed:
-                left = deadline - self._clock.now()
-                if link.goodbye is not None or link.failure is not None:
-                    break
-                if left <= 0:
-                    log.warning("%s left without a goodbye: no answer from the syncer in %.0f s", self.name, timeout_s)
-                    break
-                if not self._exchange.adoptable():
-                    link.changed.wait(min(left, 1.0))
-        self._adopt_ready()
-        link.close()
+        finally:
+            link.close()
         if link.failure is not None:
             raise link.failure
 
@@ -254,7 +276,9 @@ class Learner:
         if self._outer_call is not None and _is_within(caller, self._outer_call):
             return  # an optimizer whose step() calls that of its base class: torch hooks both
         self._outer_call = caller
-        place = self._places[id(optimizer)]
+        if self._replica.is_captured():
+            raise ConfigError("optimizer.step() cannot be part of a CUDA graph: Skerry would not hear of the steps it takes")
+        place = self._places.setdefault(id(optimizer), len(self._places))
         if place <= self._last_place:
             # The one before did not run to the last optimizer: some were skipped, or step() raised.
             self._step_done()
@@ -269,7 +293,7 @@ class Learner:
         self._outer_call = None
         place = self._places[id(optimizer)]
         self._last_place = place
-        if place == len(self._places) - 1:
+        if place == self._optimizers - 1:
             self._step_done()
         else:
             self._replica.after_write()
@@ -384,8 +408,8 @@ def join(
     """Attach this process to the run that the syncer at `address` serves.
 
     Returns once the model holds the run's current weights and the syncer has given the start. From then on
-    `optimizer.step()` counts, sends and adopts. With several optimizers an inner step is done when the last of the list
-    has stepped.
+    `optimizer.step()` counts, sends and adopts. With several optimizers an inner step is done when all have stepped, or when
+    one steps again.
 
     Args:
         name: stays the same when the island is restarted, so that it takes its old place; by default host and process.

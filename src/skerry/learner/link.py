@@ -332,10 +332,10 @@ class Link:
             log.warning("%s carries bulk data in the training process: %s", self.name, error)
 
     def _hello(self) -> pb.Hello:
-        assert self.exchange is not None
+        assert self.exchange is not None and self.replica is not None
         tensors = [
             pb.Tensor(name=spec.name, shape=spec.shape, dtype=spec.dtype, rule=spec.rule)
-            for spec, _ in model_tensors(self._model)
+            for spec in self.replica.layout.tensors
         ]
         with self.changed:
             exchange = self.exchange

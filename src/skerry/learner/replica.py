@@ -82,7 +82,8 @@ class Replica:
     def __init__(self, model: nn.Module, layout: Layout, sync: SyncConfig) -> None:
         self.layout = layout
         self._sync = sync
-        self._tensors = [tensor.detach() for _, tensor in model_tensors(model)]
+        self._of_model = [tensor for _, tensor in model_tensors(model)]
+        self._tensors = [tensor.detach() for tensor in self._of_model]
         self._codecs = [fragment_codec(sync.send, layout, fragment) for fragment in layout.fragments]
         self._published = [fragment_codec(sync.publish, layout, fragment) for fragment in layout.fragments]
         self._held: list[Tensor | None] = [None] * len(layout.fragments)
@@ -133,6 +134,10 @@ class Replica:
     def on_cpu(self) -> bool:
         return not self._cuda
 
+    def is_captured(self) -> bool:
+        """Whether kernels that are started now become part of a CUDA graph."""
+        return self._cuda and torch.cuda.is_current_stream_capturing()
+
     # ------------------------------------------------------------ the training thread
 
     def before_write(self) -> None:
@@ -158,6 +163,7 @@ class Replica:
     def adopt(self, index: int, prepared: Prepared, since_step: int, counted: int) -> bool:
         """Put a version into the model, holding the gate. It contains this learner's progress up to `counted`; for `carry`,
         what came after `since_step` is kept. Says whether it was taken whole, whatever the rule."""
+        self._check_in_place(self.layout.fragments[index])
         change, event = prepared.change, prepared.event
         whole, self._start_whole[index] = self._start_whole[index], False
         if whole:
@@ -188,6 +194,13 @@ class Replica:
         self._floors[index] = prepared.floor
         self._held[index] = prepared.values
         return whole
+
+    def _check_in_place(self, fragment: Fragment) -> None:
+        """What is written must be the model's own memory, or it would train on alone without anybody noticing."""
+        for piece in fragment.pieces:
+            if self._of_model[piece.tensor].data_ptr() != self._tensors[piece.tensor].data_ptr():
+                name = self.layout.tensors[piece.tensor].name
+                raise ConfigError(f"{name} was given other memory after join (.to, .half, .data = ...): do that before join")
 
     def _since(self, index: int, step: int) -> tuple[Tensor | None, bool]:
         """The values progress is counted from: those given at that step, or the version held, and whether it is that."""
