@@ -228,6 +228,18 @@ def test_presence_scales_the_progress() -> None:
     close(quarter.momentum, 0.25 * whole.momentum.double().numpy())
 
 
+@pytest.mark.parametrize("presence", [1.0, 0.25])
+def test_running_statistics_are_those_of_the_islands_in_the_merge_however_few(presence: float) -> None:
+    layout = layout_of(("average", (20,)), ("radial", (2, 2)))
+    [fragment] = layout.fragments
+    start, *members = vectors(3, fragment.numel, seed=5)
+    deltas = [start - member for member in members]
+    state = merge(layout, fragment, plain(start), deltas, [1.0, 3.0], radial=True, lr=0.7, momentum=0.6, presence=presence)
+    statistic = torch.cat([torch.full((p.numel,), layout.tensors[p.tensor].rule == "average") for p in fragment.pieces])
+    close(state.values[statistic], reference_mean([member[statistic] for member in members], [1.0, 3.0]))
+    assert not state.momentum[statistic].any()
+
+
 def test_a_merge_leaves_the_state_it_started_from_alone() -> None:
     layout = layout_of(("radial", (4, 5)), ("average", (3,)))
     [fragment] = layout.fragments

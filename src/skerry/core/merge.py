@@ -197,9 +197,9 @@ def merge(
             mean(parts, weights, progress[here])
         if rule == "average" and statistics is not None:
             statistics[here] = True
+    averages = (state.values - progress)[statistics] if statistics is not None else None
     if presence != 1.0:
         progress.mul_(presence)
-    averages = (state.values - progress)[statistics] if statistics is not None else None
     merged = nesterov(state, progress, lr, momentum)
     if averages is not None:
         merged.values[statistics] = averages

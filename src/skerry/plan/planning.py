@@ -30,10 +30,10 @@ ROUND_TRIPS = 3.0
 """Ask and upload, announce and fetch, and what connections add."""
 SPREADS = (24, 48, 96, 192, 384)
 PAIRS = (("bf16", "bf16"), ("int8", "int8"), ("int4", "int4"), ("topk3", "int4"), ("topk1", "topk3"))
-CODEC_COST = {"bf16": 0.0, "int8": 0.0, "int4": 0.1, "topk3": 8.0, "topk1": 15.0}
-"""In per cent of validation loss: int4 and topk1 as measured with 11M parameters (results/LOG.md), topk3 a guess between."""
-SPREAD_COST = {24: 0.0, 48: 1.5, 96: 3.0, 192: 5.0, 384: 8.0}
-"""The same for H: 48 as measured with four islands at 11M parameters (results/LOG.md), guesses beyond."""
+CODEC_COST = {"bf16": 0.0, "int8": 0.0, "int4": 0.1, "topk3": 10.0, "topk1": 15.0}
+"""In per cent of validation loss, as measured over 2,000 steps of 11M parameters (results/LOG.md)."""
+SPREAD_COST = {24: 0.0, 48: 1.5, 96: 3.8, 192: 6.0, 384: 9.0}
+"""The same for H: up to 96 as measured with four islands at 11M parameters (results/LOG.md), guesses beyond."""
 REPLACED_COST = 10.0
 """The same for work that is replaced: about what a share of lost training tokens costs small models."""
 
