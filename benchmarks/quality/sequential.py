@@ -52,10 +52,21 @@ class Conditions:
     as in a real island."""
     final_outer_lr: float = 1.0
     """An experiment that the library has not: the share of the outer step that is left when the budget is spent."""
+    adopt: str = ""
+    """An experiment of the same kind: "eager" carries, and does not wait for the merge with what can be foreseen of it. At its
+    snapshot a fragment takes the outer step before once more, with this learner's own share of it brought up to date (eager
+    updates, arXiv 2502.12996)."""
+    begin_adopt: str = ""
+    """Another: how fragments are adopted during the beginning, if not as afterwards."""
 
     def __post_init__(self) -> None:
-        if self.restore not in ("own", "peer", "none"):
-            raise ConfigError(f"conditions.restore must be own, peer or none, got {self.restore!r}")
+        for name, allowed in (
+            ("restore", ("own", "peer", "none")),
+            ("adopt", ("", "eager")),
+            ("begin_adopt", ("", "overwrite", "carry", "eager")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"conditions.{name} must be one of {allowed}, got {getattr(self, name)!r}")
 
 
 class Stepper:
@@ -175,6 +186,9 @@ class SequentialLearner:
     ready: dict[int, Tensor] = field(default_factory=dict)
     snapshots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     feedback: dict[int, Feedback | None] = field(default_factory=dict)
+    outer_steps: dict[int, Tensor] = field(default_factory=dict)
+    """What the latest versions took off the ones before."""
+    last_progress: dict[int, Tensor] = field(default_factory=dict)
 
 
 class SequentialRun:
@@ -219,6 +233,12 @@ class SequentialRun:
             for i in range(self.config.islands.count)
         ]
         self._by_name = {learner.name: learner for learner in self.learners}
+
+    @property
+    def _adopt(self) -> str:
+        """The rule at this moment of the run."""
+        later = self.conditions.adopt or self.sync.adopt
+        return self.conditions.begin_adopt or later if self.core.step < self.sync.begin.steps else later
 
     @property
     def peak_bytes_per_step(self) -> float:
@@ -325,11 +345,12 @@ class SequentialRun:
             values = learner.ready.pop(version.fragment)
             change, since = values, learner.exchange.uncounted_since(version).steps
             given = learner.snapshots.setdefault(version.fragment, {})
-            if self.sync.adopt == "carry":
-                change = values - given.get(since, learner.base[version.fragment])
+            rule, held = self._adopt, learner.base[version.fragment]
+            if rule in ("carry", "eager"):
+                rule, change = "carry", values - given.get(since, held)
                 learner.snapshots[version.fragment] = {at: kept + change for at, kept in given.items() if at > since}
-            self._write(learner.weights, version.fragment, change, self.sync.adopt)
-            learner.base[version.fragment] = values
+            self._write(learner.weights, version.fragment, change, rule)
+            learner.outer_steps[version.fragment], learner.base[version.fragment] = held - values, values
             feedback = learner.feedback[version.fragment]
             if feedback is not None:
                 feedback.merged(version.counted)
@@ -344,14 +365,26 @@ class SequentialRun:
                 self._at(self.now, lambda nothing=nothing: self._dispatch(nothing))
                 continue
             values = learner.staged[question.fragment] if answer.staged else self._read(learner.weights, question.fragment)
-            if self.sync.adopt == "carry":
-                learner.snapshots.setdefault(question.fragment, {})[answer.at.steps] = values
             learner.exchange.given(answer)
             delta = self._sent(learner, question.fragment, answer.at.steps, values)
+            if self._adopt == "eager":
+                values = self._foreseen(learner, question.fragment, values)
+            if self._adopt in ("carry", "eager"):
+                learner.snapshots.setdefault(question.fragment, {})[answer.at.steps] = values
             offer = m.Contributed(
                 learner.name, question.fragment, question.step, answer.base, answer.steps, answer.tokens, answer.at.steps
             )
             self._at(self.now + self._delay, lambda offer=offer, delta=delta: self._arrive(offer, delta))
+
+    def _foreseen(self, learner: SequentialLearner, fragment: int, values: Tensor) -> Tensor:
+        """Puts what the next version will be like in place of a fragment whose progress was given."""
+        progress = learner.base[fragment] - values
+        before, learner.last_progress[fragment] = learner.last_progress.get(fragment), progress
+        if before is None or fragment not in learner.outer_steps:
+            return values
+        foreseen = learner.base[fragment] - learner.outer_steps[fragment] - (progress - before) / len(self.learners)
+        self._write(learner.weights, fragment, foreseen)
+        return foreseen
 
     def _sent(self, learner: SequentialLearner, fragment: int, at_step: int, values: Tensor) -> Tensor:
         """What arrives of a learner's progress."""
@@ -440,7 +473,8 @@ class SequentialRun:
     def _join(self, learner: SequentialLearner) -> None:
         versions = tuple(fragment.version for fragment in self.core.fragments)
         self._dispatch(m.Joined(learner.name, f"{learner.name}-{learner.life}"))
-        learner.ready.clear()
+        for of_before in (learner.ready, learner.snapshots, learner.outer_steps, learner.last_progress):
+            of_before.clear()
         for index, version in enumerate(versions):
             values = self.states[index].public
             learner.base[index] = values
