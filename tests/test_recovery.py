@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from skerry.core.tensors import model_tensors
 from skerry.errors import WireError
 from skerry.learner import learner as learner_module
 from skerry.learner import optimizer_state as module
+from skerry.learner import replica as replicas
 from skerry.learner.learner import Learner, is_recent
 from skerry.learner.optimizer_state import CannotKeep, OptimizerState
 from skerry.learner.replica import Replica
+from skerry.learner.state_courier import StateCourier
 from skerry.syncer import relay
 from skerry.wire import skerry_pb2 as pb
 
@@ -60,10 +63,16 @@ def moments(optimizer: Optimizer) -> list[torch.Tensor]:
 # ---------------------------------------------------------------- packing
 
 
+@pytest.mark.parametrize("passing_bytes", [0, 100, 1 << 20], ids=["at once", "bit by bit", "as beside a GPU"])
 @pytest.mark.parametrize("part_bytes", [1, 16 << 20], ids=["a part for each parameter", "one part"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_training_goes_on_with_restored_state_as_if_nothing_had_happened(make, part_bytes: int, monkeypatch) -> None:
+def test_training_goes_on_with_restored_state_as_if_nothing_had_happened(
+    make, part_bytes: int, passing_bytes: int, monkeypatch
+) -> None:
     monkeypatch.setattr(module, "STATE_PART_BYTES", part_bytes)
+    if passing_bytes:
+        monkeypatch.setattr(replicas, "SETS_ASIDE", ("cuda", "cpu"))
+        monkeypatch.setattr(replicas, "PASSING_BYTES", passing_bytes)
     model = small_model()
     optimizers = make(model)
     train(model, optimizers, batches(0, 5))
@@ -120,6 +129,43 @@ def test_state_that_is_no_tensor_or_number_is_not_kept() -> None:
     train(model, optimizer, batches(0, 2))
     with pytest.raises(CannotKeep, match="LBFGS keeps"):
         state_of(model, [optimizer]).pack(0)
+
+
+def test_a_moment_at_which_copies_are_taken_is_between_two_steps() -> None:
+    """Bit by bit or at once: what is told of the last of them holds for that moment, with the gate closed."""
+    model = small_model()
+    optimizer = adamw(model)
+    train(model, optimizer, batches(0, 2))
+    state = state_of(model, [optimizer])
+    seen: list[bool] = []
+    state._steps = lambda: seen.append(state._replica.gate.locked()) or 7
+    assert state.pack(0)[1] == 7 and seen == [True]
+    assert not state._replica.gate.locked()
+
+
+def test_state_is_not_kept_twice_at_a_time(tmp_path: Path) -> None:
+    begun, goes_on, steps = threading.Event(), threading.Event(), iter(range(1, 10))
+    saved: list[int] = []
+
+    def save(path: Path, run_id: str, step: int, *_: Any) -> None:
+        begun.set()
+        assert goes_on.wait(10)
+        saved.append(step)
+
+    exchange = types.SimpleNamespace(totals=types.SimpleNamespace(steps=1))
+    link: Any = types.SimpleNamespace(exchange=exchange, name="a", run_id="run", session="s")
+    courier = StateCourier(link, types.SimpleNamespace(save_to=save))  # type: ignore[arg-type]
+    courier.keep, exchange.step = tmp_path / "kept", next(steps)
+    beside = threading.Thread(target=courier.keep_beside)
+    beside.start()
+    assert begun.wait(10)
+    exchange.step = next(steps)
+    courier.keep_beside()
+    assert saved == [], "the one before is still being written"
+    goes_on.set()
+    courier.keep_now()
+    beside.join()
+    assert saved == [1, 2], "the last one waits for it and is written"
 
 
 @pytest.mark.parametrize(

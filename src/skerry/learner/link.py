@@ -368,7 +368,7 @@ class Link:
             if self._since_report() >= HEARTBEAT_S / 2:
                 self._report()
             if self.courier is not None and self.courier.time_to_keep(self._clock.now()):
-                self.spawn(self.off_loop(self.courier.keep_now))
+                self.spawn(self.off_loop(self.courier.keep_beside))
 
     # ------------------------------------------------------------ messages
 

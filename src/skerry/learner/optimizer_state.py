@@ -1,12 +1,13 @@
 """An optimizer's state as named tensors: to keep on disk, or to hand to an island that has lost its own. No pickle.
 
-The state is cut into parts of bounded size, the same on every island that has the same optimizers. Copies are taken parameter
-by parameter while training goes on, so two parameters may be a step apart; moments do not mind.
+The state is cut into parts of bounded size, the same on every island that has the same optimizers. On a GPU it is copied bit by
+bit while training goes on, so two moments may be some steps apart; they do not mind.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,7 @@ class OptimizerState:
         self._replica = replica
         self._steps = steps
         """The learner's own count of steps, while the gate is held."""
+        self._copying = threading.Lock()
         self._parts: list[list[_Place]] = [[]]
         size = 0
         for number, optimizer in enumerate(optimizers):
@@ -85,30 +87,28 @@ class OptimizerState:
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Any] = {}
         steps = 0
-        # On a CPU a copy takes no longer with others than alone, so all are of one moment and a replay can make them again.
-        at_once = [places] if self._replica.on_cpu else [[place] for place in places]
-        for some in at_once:
-            with self._replica.held_between_steps():
-                taken = [self._take(place) for place in some]
-                steps = self._steps()
-                if some[-1] is places[-1]:
-                    metadata = {**metadata, "journal": journal()}
-            for place, state, arrived in taken:
-                tensors.update({f"{place.name}/{key}": copy.contiguous() for key, copy in arrived().items()})
+
+        def find() -> list[Tensor]:
+            for place in places:
+                state = place.optimizer.state.get(place.parameter, {})
+                tensors.update({f"{place.name}/{key}": value for key, value in state.items() if isinstance(value, Tensor)})
                 numbers.update(_numbers(place, state))
+            return list(tensors.values())
+
+        def at_last() -> None:
+            nonlocal steps
+            steps = self._steps()
+            metadata["journal"] = journal()
+
+        with self._copying:
+            copies = self._replica.copy_out(find, at_last)
         if not tensors and not numbers:
             raise CannotKeep("the optimizer has no state yet")
+        metadata.update(numbers=json.dumps(numbers), steps=str(steps))
         try:
-            return as_parts(tensors, {**metadata, "numbers": json.dumps(numbers), "steps": str(steps)}), steps
+            return as_parts(dict(zip(tensors, copies, strict=True)), metadata), steps
         except NoSuchType as error:
             raise CannotKeep(f"it cannot be written: {error}") from None
-
-    def _take(self, place: _Place) -> tuple[_Place, dict[str, Any], Callable[[], dict[str, Tensor]]]:
-        """Holding the gate."""
-        state = dict(place.optimizer.state.get(place.parameter, {}))
-        wanted = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        copies = self._replica.copy_out(list(wanted.values()))
-        return place, state, lambda: dict(zip(wanted, copies(), strict=True))
 
     def restore(self, packed: Sequence[bytes | memoryview]) -> None:
         """Before training. All parts or none: raises WireError, and leaves the optimizer as it is, if anything does not fit."""

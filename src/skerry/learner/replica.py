@@ -33,6 +33,8 @@ OPEN_ANSWERS = 2
 """Of one fragment: its rounds follow each other, so only answers to the same question can both be open."""
 SETS_ASIDE = ("cuda",)
 """Devices beside which memory for the exchange is set aside when an island joins."""
+PASSING_BYTES = 128 << 20
+"""Of the optimizer's state, copied at a time beside a GPU."""
 GATE_S = 0.2
 HALF_STEP_S, RETRY_GATE_S = 1.0, 0.001
 
@@ -76,6 +78,8 @@ class _Pinned:
     """For contributions, encoded."""
     incoming: PinnedMemory
     """For differences between versions, encoded."""
+    passing: PinnedMemory
+    """For the optimizer's state, on its way to ordinary memory."""
 
 
 class Replica:
@@ -123,16 +127,13 @@ class Replica:
                 PinnedMemory(numel * torch.float32.itemsize, count + spare, self.device, streams),
                 PinnedMemory(sent, spare, self.device, streams, shared=True),
                 PinnedMemory(published, spare, self.device, streams[1:], shared=True),
+                PinnedMemory(PASSING_BYTES, 1, self.device, streams[:1]),
             )
 
             with self._on_side():
                 # What is compiled when it is first used is compiled now: later it would hold up the first of all fragments.
                 for codec, fragment in zip(self._codecs, layout.fragments, strict=True):
                     codec.encode(torch.zeros(fragment.numel, device=self.device))
-
-    @property
-    def on_cpu(self) -> bool:
-        return not self._cuda
 
     def is_captured(self) -> bool:
         """Whether kernels that are started now become part of a CUDA graph."""
@@ -359,23 +360,48 @@ class Replica:
         parts = torch.split(values, [piece.numel for piece in pieces])
         return torch.cat([part.to(dtype).float() for part, dtype in zip(parts, types, strict=True)])
 
-    def copy_out(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Copy tensors that only the optimizer writes, holding the gate. The result gives the copies once they have arrived."""
-        if not self._cuda:
-            copies = [tensor.detach().clone() for tensor in tensors]
-            return lambda: copies
-        with torch.cuda.stream(self._stream):
-            if self._written is not None:
-                self._stream.wait_event(self._written)
-            copies = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
-            event = _recorded(self._stream)
-        self._being_read.append(event)
-
-        def arrived() -> list[Tensor]:
-            event.synchronize()
+    def copy_out(self, find: Callable[[], list[Tensor]], at_last: Callable[[], None]) -> list[Tensor]:
+        """Copies of tensors that only the optimizer writes, on the host, taken between steps. `find` is called with the gate
+        held, and so is `at_last`, when the last of them is taken. On a CPU all are of one moment. On a GPU, where training goes
+        on meanwhile, they are as many steps apart as it takes to get them through the memory that is set aside for it; who
+        calls must not do so from two threads at a time."""
+        if self._pinned is None:
+            with self.held_between_steps():
+                copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in find()]
+                at_last()
             return copies
-
-        return arrived
+        room = self._pinned.passing.take(PASSING_BYTES, torch.uint8)
+        tensors: list[Tensor] | None = None
+        whole: list[Tensor] = []
+        at = start = 0  # which tensor, and which of its bytes
+        while tensors is None or at < len(tensors):
+            passing: list[tuple[Tensor, Tensor]] = []
+            with self.held_between_steps(), self._on_side():
+                if tensors is None:
+                    tensors = find()
+                    whole = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+                if self._written is not None:
+                    self._stream.wait_event(self._written)
+                free = room
+                while at < len(tensors) and free.numel():
+                    source = _as_bytes(tensors[at].detach().contiguous())[start:][: free.numel()]
+                    target = _as_bytes(whole[at])[start:][: free.numel()]
+                    here, free = free[: source.numel()], free[source.numel() :]
+                    here.copy_(source, non_blocking=True)
+                    passing.append((target, here))
+                    start += source.numel()
+                    if start == _as_bytes(whole[at]).numel():
+                        at, start = at + 1, 0
+                event = self._recorded()
+                if event is not None:
+                    self._being_read.append(event)
+                if at == len(tensors):
+                    at_last()
+            if event is not None:
+                event.synchronize()
+            for target, here in passing:
+                target.copy_(here)
+        return whole
 
     def decode(self, codec: Codec, received: Tensor, numel: int, had: Tensor | None) -> Tensor:
         """A version from what was received: all of its values, or how it differs from the version `had`, perhaps in several
@@ -418,6 +444,10 @@ class Replica:
 def _most_bytes(codecs: Sequence[Codec], layout: Layout) -> int:
     """Of any fragment, encoded."""
     return max(codec.size_bytes(fragment.numel) for codec, fragment in zip(codecs, layout.fragments, strict=True))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _recorded(stream: Any) -> Any:

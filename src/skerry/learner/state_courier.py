@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ class StateCourier:
         self._link = link
         self._kept_at = 0.0
         self._kept_step = 0
+        self._keeping = threading.Lock()
 
     def time_to_keep(self, now: float) -> bool:
         due = self.keep is not None and now - self._kept_at >= KEEP_EVERY_S
@@ -41,8 +43,21 @@ class StateCourier:
             self._kept_at = now
         return due
 
+    def keep_beside(self) -> None:
+        """From time to time, in another thread than the one that trains, unless that is still being done."""
+        if self._keeping.acquire(blocking=False):
+            try:
+                self._keep()
+            finally:
+                self._keeping.release()
+
     def keep_now(self) -> None:
-        """Write it down, for a process that takes this one's place. Called by any thread."""
+        """The last time."""
+        with self._keeping:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Write it down, for a process that takes this one's place."""
         exchange, keep, name = self._link.exchange, self.keep, self._link.name
         assert exchange is not None
         step = exchange.step
