@@ -178,7 +178,7 @@ class Supervisor:
                 worker.done = True
 
     def _died(self, worker: Worker, exit_status: int, now: float) -> None:
-        how = f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
+        how = f"signal {-exit_status} ({_meaning(-exit_status)})" if exit_status < 0 else f"exit status {exit_status}"
         killed = "syncer killed" if worker.child.name == "syncer" else "killed"
         self.metrics.write("event", what=killed, island=worker.child.name, detail=how)
         if worker.down_s is not None:
@@ -204,3 +204,12 @@ class Supervisor:
             deadline = time.monotonic() + STOP_S
             for worker in group:
                 worker.child.stop(max(0.1, deadline - time.monotonic()))
+
+
+def _meaning(number: int) -> str:
+    """In words, and what a user could do about it."""
+    meaning = signal.strsignal(number) or "unknown"
+    if number == signal.SIGILL:
+        # Some virtual machines name abilities of their CPU that they do not pass on.
+        meaning += "; if it trains in bf16 on a CPU, try ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+    return meaning
