@@ -582,9 +582,8 @@ def test_when_an_exchange_takes_longer_than_it_may_a_merge_waits_as_long_again()
     assert len(of(Merge, run.give("b"))) == 1
 
 
-def exchanges(run: Run, count: int, taken_s: float) -> int:
+def exchanges(run: Run, count: int, taken_s: float, step: int = 0) -> int:
     """So many merges, of which each takes so long; a step takes 0.1 s. Gives the step they end at."""
-    step = 0
     for _ in range(count):
         step += 4
         run.report("a", step, step_time_s=0.1), run.report("b", step, step_time_s=0.1)
@@ -599,6 +598,8 @@ def test_a_fragment_rests_when_exchanges_take_longer_than_they_may() -> None:
     """Else islands would spend all their time on work that is overwritten."""
     run = running("a", "b", quorum=2, overlap=1)
     step = exchanges(run, 1, 0.125)
+    assert run.core.fragments[0].rest_s == 0.0, "of the very first nothing is concluded"
+    step = exchanges(run, 1, 0.125, step)
     rested = run.now + REST * 0.125
     run.now += 0.5
     for later in (step + 4, step + 8):
@@ -610,7 +611,8 @@ def test_a_fragment_rests_when_exchanges_take_longer_than_they_may() -> None:
 
 def test_a_clock_that_is_put_back_ends_a_rest() -> None:
     run = running("a", "b", quorum=2, overlap=1)
-    step = exchanges(run, 1, 0.75)
+    step = exchanges(run, 2, 0.125)
+    assert run.core.fragments[0].rest_s
     run.now -= 0.5
     run.report("a", step + 4)
     assert of(Ask, run.report("b", step + 4))
@@ -630,14 +632,14 @@ def test_no_fragment_rests_without_need(taken_s: float, settings: dict[str, Any]
 
 def test_after_a_long_stall_nothing_rests_or_waits_for_long() -> None:
     run = running("a", "b", quorum=2, overlap=1)
-    exchanges(run, 1, 1.5 * SILENCE_S)
+    exchanges(run, 1, 1.5 * SILENCE_S, exchanges(run, 1, 0.0))
     period = run.core.sync.every * 0.1
     assert run.core.fragments[0].rest_s == pytest.approx(LONGEST_REST * period)
     assert run.core.grace.seconds(0.1) <= LONGEST * period
-    run.now += LONGEST_REST * period
-    step = 100
-    for name in "ab":
-        run.report(name, step, step_time_s=0.1)
+    for step in (50, 100):
+        run.now += LONGEST_REST * period / 2
+        for name in "ab":
+            run.report(name, step, step_time_s=0.1)
     run.give("a"), run.give("b"), run.store()
     assert run.core.grace.taken(0.1) > period, "exchanges still seem to take long"
     assert run.core.fragments[0].rest_s == 0.0, "but this one did not"

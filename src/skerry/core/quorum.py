@@ -23,9 +23,8 @@ REST = 8.0
 """Times what an exchange takes: with overwriting, what islands do while one is under way is lost, so this keeps that rare."""
 LONGEST = 3.0
 """Times H steps: an exchange is not reckoned with as longer than this."""
-LONGEST_REST = 4.0
-"""Times H steps. After a stall that held up many exchanges, or a slow beginning in memory that is new to all, merging goes on
-as usual within a while that islands hardly notice."""
+LONGEST_REST = 8.0
+"""Times H steps: a stall that held up many exchanges is over after that."""
 
 
 @dataclass

@@ -475,7 +475,8 @@ class SyncerCore:
         self.merges += 1
         self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
         self.grace.sync_time.add(min(now - gathering.merging_since, LAST_CHANCE * self.sync.silence_s))
-        if not self.sync.wait and self.sync.adopt != "carry":  # what is carried over is not lost
+        first = self.merges <= len(self.fragments)  # memory and connections are new, which takes time that the next will not
+        if not (first or self.sync.wait or self.sync.adopt == "carry"):  # what is carried over is not lost
             fragment.merged_at, fragment.rest_s = now, self.grace.rest(self._step_time(), gathering.taken_s(now))
         total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
