@@ -16,7 +16,7 @@ sys.path.insert(0, str(QUALITY))
 import run as quality  # noqa: E402
 import sequential  # noqa: E402
 from pictures import END, PAD, SIDE, Scenes  # noqa: E402
-from sequential import Conditions, SequentialRun, Stepper  # noqa: E402
+from sequential import Conditions, SequentialRun, Stepper, run_data_parallel  # noqa: E402
 from subjects import HELD_OUT_SEED, build_subject, summary  # noqa: E402
 from teacher import Network, Questions  # noqa: E402
 
@@ -296,6 +296,41 @@ def test_an_outer_step_may_shrink_along_the_run(monkeypatch) -> None:
     quality.train(it, stepper_for(it))
     assert rates == sorted(rates, reverse=True)
     assert 0.45 < rates[0] < 0.5 and rates[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("rule", ["carry", "eager", "eager at first, then carry"])
+def test_one_island_that_keeps_all_it_learns_trains_as_if_it_were_alone(rule: str) -> None:
+    """However long an exchange takes: a full outer step of its own progress is where it was, and all that it has foreseen."""
+    conditions = {"exchange_steps": 2.8, "adopt": "eager" if rule == "eager" else ""}
+    conditions["begin_adopt"] = "eager" if rule.startswith("eager at") else ""
+    full = {"sync__outer_lr": 1.0, "sync__outer_momentum": 0.0, "sync__send": "fp32", "sync__adopt": "carry"}
+    it = arm("teacher", steps=40, conditions=conditions, islands__count=1, sync__every=6, begin_share=0.5, **full)
+    stepper = stepper_for(it)
+    run_data_parallel(it.config, stepper, stepper.subject.samples(0))
+    alone = [tensor.clone() for tensor in stepper.tensors]
+    run = SequentialRun(it.config, stepper, stepper.subject.samples(0), it.conditions)
+    run.run()
+    run.load_global()
+    assert run.core.merges > 20
+    for found, wanted in zip(stepper.tensors, alone, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-4)
+
+
+def test_the_rule_of_the_beginning_ends_with_it(monkeypatch) -> None:
+    it = arm("teacher", steps=40, conditions={"begin_adopt": "carry"}, sync__every=6, begin_share=0.5)
+    stepper = stepper_for(it)
+    run = SequentialRun(it.config, stepper, stepper.subject.samples(0), it.conditions)
+    rules: list[tuple[bool, str]] = []
+    write = run._write
+
+    def watched(tensors, index, change, rule="overwrite") -> None:
+        if any(tensors is learner.weights for learner in run.learners) and run.core.step:
+            rules.append((run.core.step < run.sync.begin.steps, rule))
+        write(tensors, index, change, rule)
+
+    monkeypatch.setattr(run, "_write", watched)
+    run.run()
+    assert set(rules) == {(True, "carry"), (False, "overwrite")}
 
 
 def test_the_accuracy_is_the_share_of_characters_named_rightly() -> None:

@@ -235,6 +235,12 @@ class SequentialRun:
         self._by_name = {learner.name: learner for learner in self.learners}
 
     @property
+    def _carries(self) -> bool:
+        """At some time of the run. What is given before that may be adopted then."""
+        rules = {self.sync.adopt, self.conditions.adopt, self.conditions.begin_adopt}
+        return bool(rules & {"carry", "eager"})
+
+    @property
     def _adopt(self) -> str:
         """The rule at this moment of the run."""
         later = self.conditions.adopt or self.sync.adopt
@@ -349,6 +355,8 @@ class SequentialRun:
             if rule in ("carry", "eager"):
                 rule, change = "carry", values - given.get(since, held)
                 learner.snapshots[version.fragment] = {at: kept + change for at, kept in given.items() if at > since}
+            else:
+                given.clear()
             self._write(learner.weights, version.fragment, change, rule)
             learner.outer_steps[version.fragment], learner.base[version.fragment] = held - values, values
             feedback = learner.feedback[version.fragment]
@@ -369,7 +377,7 @@ class SequentialRun:
             delta = self._sent(learner, question.fragment, answer.at.steps, values)
             if self._adopt == "eager":
                 values = self._foreseen(learner, question.fragment, values)
-            if self._adopt in ("carry", "eager"):
+            if self._carries:
                 learner.snapshots.setdefault(question.fragment, {})[answer.at.steps] = values
             offer = m.Contributed(
                 learner.name, question.fragment, question.step, answer.base, answer.steps, answer.tokens, answer.at.steps
