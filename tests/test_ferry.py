@@ -158,6 +158,14 @@ def test_it_is_given_up_for_its_own_silence_and_not_because_the_island_was_froze
             assert not process.killed
             ferry.look_after()
         assert process.killed is not island_stood_still
+        if island_stood_still:
+            monkeypatch.setattr(ferries, "LOOKS_APART_S", 1e9)
+            for _ in range(ferries.SILENT_LOOKS):
+                ferry.look_after()
+                monkeypatch.setattr(ferries, "LOOKS_APART_S", -1.0)
+                ferry.look_after()  # a pause now and then does not save it
+                monkeypatch.setattr(ferries, "LOOKS_APART_S", 1e9)
+            assert process.killed
 
     asyncio.run(scenario())
 
@@ -328,7 +336,6 @@ ISLAND = """
 import sys, threading
 sys.path.insert(0, sys.argv[2])
 from skerry.learner import replica
-from skerry.learner import routes as routes_module
 replica.SETS_ASIDE = ("cpu",)
 from test_lanes import Training
 island = Training(sys.argv[1])
@@ -359,7 +366,6 @@ import torch
 sys.path.insert(0, sys.argv[2])
 import skerry
 from skerry.learner import replica
-from skerry.learner import routes as routes_module
 replica.SETS_ASIDE = ("cpu",)
 from test_lanes import large_model
 model = large_model()

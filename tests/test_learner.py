@@ -1075,19 +1075,11 @@ def test_optimizers_may_step_in_another_order_than_they_were_given(folder: Path,
         learner.leave(timeout_s=1)
 
 
-def test_an_optimizer_for_each_parameter_may_step_from_the_last_to_the_first(folder: Path, start_syncer) -> None:
-    """As in loops that step within the backward pass."""
-    skerry.create(folder, small_model(), DECOUPLED)
-    model = small_model()
-    each = [torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()]
-    with join(start_syncer(folder).address, model, each) as learner:
-        train(model, each[::-1], batches(0, 10))
-        assert learner.step == 10
-
-
-@pytest.mark.parametrize("generator_first", [True, False])
-def test_two_networks_that_are_trained_against_each_other(folder: Path, start_syncer, generator_first: bool) -> None:
-    """While one steps the graph of the other is alive: nothing may be written into it, in whichever order they are given."""
+@pytest.mark.parametrize("critic_starts_late", [False, True])
+def test_two_networks_that_are_trained_against_each_other(
+    folder: Path, start_syncer, critic_starts_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While one steps the graph of the other is alive: nothing may be written into it, also if one was skipped at first."""
 
     def adversaries() -> nn.ModuleDict:
         torch.manual_seed(0)
@@ -1098,19 +1090,20 @@ def test_two_networks_that_are_trained_against_each_other(folder: Path, start_sy
     nets = adversaries()
     generator, critic = nets["generator"], nets["critic"]
     of_generator, of_critic = (torch.optim.SGD(net.parameters(), lr=1e-3) for net in (generator, critic))
-    given = [of_generator, of_critic] if generator_first else [of_critic, of_generator]
-    with join(start_syncer(folder).address, nets, given) as learner:
+    with join(start_syncer(folder).address, nets, [of_critic, of_generator]) as learner:
         iterations = 0
-        while min(versions(folder)) < 5:
+        while min(versions(folder)) < 8:
             made = generator(torch.randn(2, 4))
             of_critic.zero_grad()
             (critic(made.detach()) - critic(torch.randn(2, 8))).mean().backward()
-            of_critic.step()
+            if iterations or not critic_starts_late:
+                of_critic.step()
             of_generator.zero_grad()
             critic(made).mean().backward()
             of_generator.step()
             iterations += 1
         assert learner.step == iterations
+    assert ("the first optimizer to step is number 2 of 2" in caplog.text) is critic_starts_late
 
 
 def test_weights_that_were_given_other_memory_end_training_with_a_word(folder: Path, start_syncer) -> None:
@@ -1120,9 +1113,12 @@ def test_weights_that_were_given_other_memory_end_training_with_a_word(folder: P
     learner = join(start_syncer(folder).address, model, optimizer)
     train_until(lambda: min(versions(folder)) >= 1, model, optimizer)
     model[2].weight.data = model[2].weight.data.clone()
-    with pytest.raises(ConfigError, match=r"2\.weight was given other memory after join"):
+    said = r"2\.weight was given other memory after join"
+    with pytest.raises(ConfigError, match=said):
         train_until(lambda: min(versions(folder)) >= 100, model, optimizer)
-    learner.detach()
+    assert learner.finished and isinstance(learner.failure, ConfigError)
+    with pytest.raises(ConfigError, match=said):
+        learner.leave(timeout_s=60)
 
 
 def test_nothing_is_read_while_weights_are_held(folder: Path, start_syncer, monkeypatch: pytest.MonkeyPatch) -> None:

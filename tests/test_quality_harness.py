@@ -301,17 +301,22 @@ def test_an_outer_step_may_shrink_along_the_run(monkeypatch) -> None:
 @pytest.mark.parametrize("rule", ["carry", "eager", "eager at first, then carry"])
 def test_one_island_that_keeps_all_it_learns_trains_as_if_it_were_alone(rule: str) -> None:
     """However long an exchange takes: a full outer step of its own progress is where it was, and all that it has foreseen."""
-    conditions = {"exchange_steps": 2.8, "adopt": "eager" if rule == "eager" else ""}
-    conditions["begin_adopt"] = "eager" if rule.startswith("eager at") else ""
-    full = {"sync__outer_lr": 1.0, "sync__outer_momentum": 0.0, "sync__send": "fp32", "sync__adopt": "carry"}
+    conditions: dict[str, Any] = {"exchange_steps": 2.8, "begin_adopt": "eager" if rule.startswith("eager at") else ""}
+    if rule == "eager":
+        conditions["adopt"] = rule
+    full = {"sync__outer_lr": 1.0, "sync__outer_momentum": 0.0, "sync__send": "fp32"}
+    full["sync__adopt"] = "overwrite" if rule == "eager" else "carry"
     it = arm("teacher", steps=40, conditions=conditions, islands__count=1, sync__every=6, begin_share=0.5, **full)
     stepper = stepper_for(it)
     run_data_parallel(it.config, stepper, stepper.subject.samples(0))
     alone = [tensor.clone() for tensor in stepper.tensors]
     run = SequentialRun(it.config, stepper, stepper.subject.samples(0), it.conditions)
+    given: list[int] = []
+    merge = run._merge
+    run._merge = lambda order: (given.append(sum(s.steps for s in order.shares) * (order.fragment == 0)), merge(order))
     run.run()
     run.load_global()
-    assert run.core.merges > 20
+    assert run.core.merges > 20 and sum(given) == run.learners[0].exchange.step, "every step counts once"
     for found, wanted in zip(stepper.tensors, alone, strict=True):
         assert torch.allclose(found, wanted, atol=1e-4)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load
@@ -15,6 +15,7 @@ from skerry.core.tensor_file import NoSuchType, as_parts, in_one
 TYPES = list(tensor_file._NAMES)
 
 
+@settings(deadline=None)
 @given(
     shapes=st.dictionaries(
         st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),

@@ -7,6 +7,7 @@ device and learners' states are swapped through it, so a GPU compiles and captur
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import random
@@ -357,6 +358,8 @@ class SequentialRun:
                 learner.snapshots[version.fragment] = {at: kept + change for at, kept in given.items() if at > since}
             else:
                 given.clear()
+            # What counts as given depends on the rule, which may be another one than the settings'.
+            learner.exchange.sync = dataclasses.replace(self.sync, adopt=rule)
             self._write(learner.weights, version.fragment, change, rule)
             learner.outer_steps[version.fragment], learner.base[version.fragment] = held - values, values
             feedback = learner.feedback[version.fragment]

@@ -23,8 +23,6 @@ REST = 8.0
 """Times what an exchange takes: with overwriting, what islands do while one is under way is lost, so this keeps that rare."""
 LONGEST = 3.0
 """Times H steps: an exchange is not reckoned with as longer than this."""
-LONGEST_REST = 8.0
-"""Times H steps: a stall that held up many exchanges is over after that."""
 
 
 @dataclass
@@ -51,10 +49,8 @@ class GraceWindow:
         taken = self.taken(step_time_s)
         return self.share * max(self.overlap * step_time_s - taken, taken)
 
-    def rest(self, step_time_s: float, latest_s: float) -> float:
-        """How long a merged fragment is left alone, though it may be due again, if exchanges take longer than they may, and the
-        latest one as well: what took long once says nothing of the next."""
-        taken = min(self.taken(step_time_s), latest_s)
-        if taken <= max(self.overlap, 1) * step_time_s:
-            return 0.0
-        return min(REST * taken, LONGEST_REST * self.every * step_time_s)
+    def rest(self, step_time_s: float, lately_s: float) -> float:
+        """How long a merged fragment is left alone, though it may be due again, if exchanges take longer than they may, and its
+        own did lately: what took long once, because of a stall or in memory that was new, says nothing of the next."""
+        taken = min(self.taken(step_time_s), lately_s)
+        return REST * taken if taken > max(self.overlap, 1) * step_time_s else 0.0

@@ -115,6 +115,8 @@ class FragmentProgress:
     """How often it may still be tried to put it back to the good copy; 0 if it is not to be."""
     floor: int = 0
     """Progress counted from an older version than this is not wanted: the model was put back."""
+    taken_s: float = 0.0
+    """What its last exchange took, as far as the syncer sees it."""
     merged_at: float = 0.0
     rest_s: float = 0.0
     """No round is opened for so long after a merge, but for those who leave and at the end of a run."""

@@ -475,9 +475,10 @@ class SyncerCore:
         self.merges += 1
         self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
         self.grace.sync_time.add(min(now - gathering.merging_since, LAST_CHANCE * self.sync.silence_s))
-        first = self.merges <= len(self.fragments)  # memory and connections are new, which takes time that the next will not
-        if not (first or self.sync.wait or self.sync.adopt == "carry"):  # what is carried over is not lost
-            fragment.merged_at, fragment.rest_s = now, self.grace.rest(self._step_time(), gathering.taken_s(now))
+        taken_s = gathering.taken_s(now)
+        lately_s, fragment.taken_s = min(taken_s, fragment.taken_s), taken_s
+        if not self.sync.wait and self.sync.adopt != "carry":  # what is carried over is not lost
+            fragment.merged_at, fragment.rest_s = now, self.grace.rest(self._step_time(), lately_s)
         total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
             learner = self.learners[name]

@@ -50,10 +50,9 @@ class Learner:
         self._clock = clock
         self._tokens_per_step = tokens_per_step
         self._counted: int | None = None
-        self._optimizers = len(optimizers)
-        self._places: dict[int, int] = {}
-        """Of each optimizer in an inner step: the order in which they stepped first, whatever that in which they were given."""
+        self._places = {id(optimizer): place for place, optimizer in enumerate(optimizers)}
         self._last_place = -1
+        self._first_seen = False
         self._outer_call: FrameType | None = None
         self._in_step = False
         self._left = False
@@ -196,7 +195,7 @@ class Learner:
         of past ones that is to be evaluated, must be given back before the end.
         """
         if self._in_step:
-            raise RuntimeError("hold() is for what is done between two calls of optimizer.step(), not inside of one")
+            raise RuntimeError("hold() is for what is done between two steps, not inside of one or after one that raised")
         self._take_gate()
         self._replica.before_write()
         try:
@@ -224,10 +223,10 @@ class Learner:
         link = self._link
         with link.changed:
             self._exchange.stop()
-        self._courier.keep_now()
-        link.leave()
         deadline = self._clock.now() + timeout_s
         try:
+            self._courier.keep_now()
+            link.leave()
             while True:
                 self._adopt_ready()
                 link.wake()
@@ -278,7 +277,8 @@ class Learner:
         self._outer_call = caller
         if self._replica.is_captured():
             raise ConfigError("optimizer.step() cannot be part of a CUDA graph: Skerry would not hear of the steps it takes")
-        place = self._places.setdefault(id(optimizer), len(self._places))
+        place = self._places[id(optimizer)]
+        self._look_at_order(place)
         if place <= self._last_place:
             # The one before did not run to the last optimizer: some were skipped, or step() raised.
             self._step_done()
@@ -293,11 +293,21 @@ class Learner:
         self._outer_call = None
         place = self._places[id(optimizer)]
         self._last_place = place
-        if place == self._optimizers - 1:
+        if place == len(self._places) - 1:
             self._step_done()
         else:
             self._replica.after_write()
             self._open_gate()
+
+    def _look_at_order(self, place: int) -> None:
+        """A scaler may skip the first of them, so this proves nothing; but if they are in another order, versions would be put
+        into the model in the middle of an iteration."""
+        if not self._first_seen and place > 0:
+            count = len(self._places)
+            log.warning(
+                "%s: the first optimizer to step is number %d of %d; give them in their order", self.name, place + 1, count
+            )
+        self._first_seen = True
 
     def _step_done(self) -> None:
         link = self._link
@@ -380,7 +390,11 @@ def adopt_ready(link: Link) -> None:
             continue
         if not adopted:
             replica.before_write()
-        whole = replica.adopt(version.fragment, prepared, exchange.uncounted_since(version).steps, version.counted)
+        try:
+            whole = replica.adopt(version.fragment, prepared, exchange.uncounted_since(version).steps, version.counted)
+        except ConfigError as error:
+            link.fail(error)
+            raise
         link.journal.adopted(exchange.totals.steps, version.fragment, version.version, whole)
         exchange.adopted(version)
         link.staged.pop(version.fragment, None)  # which holds the version before and a copy on the device
@@ -408,8 +422,8 @@ def join(
     """Attach this process to the run that the syncer at `address` serves.
 
     Returns once the model holds the run's current weights and the syncer has given the start. From then on
-    `optimizer.step()` counts, sends and adopts. With several optimizers an inner step is done when all have stepped, or when
-    one steps again.
+    `optimizer.step()` counts, sends and adopts. Several optimizers are given in the order in which they step: an inner step is
+    done when the last of the list has stepped.
 
     Args:
         name: stays the same when the island is restarted, so that it takes its old place; by default host and process.

@@ -219,7 +219,7 @@ class Link:
             pass
         except Exception as error:  # the training loop must not die of a defect in the exchange, nor wait for it
             log.exception("the exchange stopped")
-            self._fail(WireError(f"the exchange stopped: {error!r}"))
+            self.fail(WireError(f"the exchange stopped: {error!r}"))
         finally:
             ending = self._loop.create_task(self._end())
             try:
@@ -247,7 +247,7 @@ class Link:
         except Exception as error:
             self._broken(error)
 
-    def _fail(self, error: SkerryError) -> None:
+    def fail(self, error: SkerryError) -> None:
         log.error("%s is no longer part of the run: %s", self.name, error)
         with self.changed:
             self.failure = error
@@ -262,7 +262,7 @@ class Link:
             try:
                 welcomed = await self._one_connection()
             except (JoinRefused, ConfigError) as error:
-                self._fail(error)
+                self.fail(error)
                 return
             except WireError as error:
                 self.last_error = str(error)
@@ -441,7 +441,7 @@ class Link:
                 if message.goodbye.expected:
                     exchange.stop()
                 else:
-                    self._fail(JoinRefused(message.goodbye.reason))
+                    self.fail(JoinRefused(message.goodbye.reason))
             self.changed.notify_all()
         if kind in ("welcome", "ask", "announce", "stop", "begin"):
             self.pump()
@@ -576,7 +576,7 @@ class Link:
     def _broken(self, error: BaseException) -> None:
         """A defect of ours. The training loop must not die of it, but it must hear of it."""
         log.error("the exchange stopped", exc_info=error)
-        self._fail(WireError(f"the exchange stopped: {error!r}"))
+        self.fail(WireError(f"the exchange stopped: {error!r}"))
         self._closing = True
         if self._main is not None:
             self._main.cancel()

@@ -7,7 +7,6 @@ bit while training goes on, so two moments may be some steps apart; they do not 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +55,6 @@ class OptimizerState:
         self._replica = replica
         self._steps = steps
         """The learner's own count of steps, while the gate is held."""
-        self._copying = threading.Lock()
         self._parts: list[list[_Place]] = [[]]
         size = 0
         for number, optimizer in enumerate(optimizers):
@@ -100,8 +98,7 @@ class OptimizerState:
             steps = self._steps()
             metadata["journal"] = journal()
 
-        with self._copying:
-            copies = self._replica.copy_out(find, at_last)
+        copies = self._replica.copy_out(find, at_last)
         if not tensors and not numbers:
             raise CannotKeep("the optimizer has no state yet")
         metadata.update(numbers=json.dumps(numbers), steps=str(steps))

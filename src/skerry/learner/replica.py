@@ -117,6 +117,7 @@ class Replica:
         self._written: Any = None
         self._step_before: Any = None
         self._being_read: list[Any] = []
+        self._passing = threading.Lock()
         self._pinned: _Pinned | None = None
         if self.device.type in SETS_ASIDE:
             count, numel = len(layout.fragments), max(fragment.numel for fragment in layout.fragments)
@@ -363,18 +364,23 @@ class Replica:
     def copy_out(self, find: Callable[[], list[Tensor]], at_last: Callable[[], None]) -> list[Tensor]:
         """Copies of tensors that only the optimizer writes, on the host, taken between steps. `find` is called with the gate
         held, and so is `at_last`, when the last of them is taken. On a CPU all are of one moment. On a GPU, where training goes
-        on meanwhile, they are as many steps apart as it takes to get them through the memory that is set aside for it; who
-        calls must not do so from two threads at a time."""
+        on meanwhile, they are as many steps apart as it takes to get them through the memory that is set aside for it."""
         if self._pinned is None:
             with self.held_between_steps():
                 copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in find()]
                 at_last()
             return copies
-        room = self._pinned.passing.take(PASSING_BYTES, torch.uint8)
+        pinned, whole, at, start = (
+            self._pinned,
+            list[Tensor](),
+            0,
+            0,
+        )  # the copies; which tensor is next, and which of its bytes
         tensors: list[Tensor] | None = None
-        whole: list[Tensor] = []
-        at = start = 0  # which tensor, and which of its bytes
-        while tensors is None or at < len(tensors):
+
+        def pass_some() -> None:
+            nonlocal tensors, whole, at, start
+            free = pinned.passing.take(PASSING_BYTES, torch.uint8)
             passing: list[tuple[Tensor, Tensor]] = []
             with self.held_between_steps(), self._on_side():
                 if tensors is None:
@@ -382,7 +388,6 @@ class Replica:
                     whole = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
                 if self._written is not None:
                     self._stream.wait_event(self._written)
-                free = room
                 while at < len(tensors) and free.numel():
                     source = _as_bytes(tensors[at].detach().contiguous())[start:][: free.numel()]
                     target = _as_bytes(whole[at])[start:][: free.numel()]
@@ -401,6 +406,10 @@ class Replica:
                 event.synchronize()
             for target, here in passing:
                 target.copy_(here)
+
+        while tensors is None or at < len(tensors):
+            with self._passing:  # others may want something in between
+                pass_some()
         return whole
 
     def decode(self, codec: Codec, received: Tensor, numel: int, had: Tensor | None) -> Tensor:

@@ -120,6 +120,7 @@ class StateCourier:
                 log.debug("%s: part %d of a peer's state did not come: %s", link.name, len(found), error)
                 await asyncio.sleep(RETRY_S)
                 continue
+            tries = 0
             found.append(bytes(data))
             origin.append((header.session, header.steps))
             if len(found) >= header.parts:

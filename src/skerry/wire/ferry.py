@@ -193,7 +193,10 @@ class Ferry:
             return
         now = asyncio.get_running_loop().time()
         stood_still, self._looked_at = now - self._looked_at > LOOKS_APART_S, now
-        self._silent_looks = 0 if self._heard or stood_still else self._silent_looks + 1
+        if self._heard:
+            self._silent_looks = 0
+        elif not stood_still:
+            self._silent_looks += 1
         self._heard = False
         if self._process.poll() is not None:
             # Its end of the socket may be open all the same, in a process that was forked here just when it was started.
@@ -237,8 +240,8 @@ class Ferry:
             # until then it may write to what is shared.
             self.give_up(f"{reply.error}: {reply.words}")
             return
-        future, _ = self._waiting.pop(reply.number)
-        if future.done():
+        future, _ = self._waiting.pop(reply.number, (None, None))
+        if future is None or future.done():
             return
         if reply.error:
             future.set_exception(_ERRORS[reply.error](reply.words))
