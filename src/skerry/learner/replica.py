@@ -370,13 +370,10 @@ class Replica:
                 copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in find()]
                 at_last()
             return copies
-        pinned, whole, at, start = (
-            self._pinned,
-            list[Tensor](),
-            0,
-            0,
-        )  # the copies; which tensor is next, and which of its bytes
+        pinned = self._pinned
         tensors: list[Tensor] | None = None
+        whole: list[Tensor] = []
+        at = start = 0  # which tensor is next, and which of its bytes
 
         def pass_some() -> None:
             nonlocal tensors, whole, at, start
