@@ -236,10 +236,9 @@ class SequentialRun:
         self._by_name = {learner.name: learner for learner in self.learners}
 
     @property
-    def _carries(self) -> bool:
-        """At some time of the run. What is given before that may be adopted then."""
-        rules = {self.sync.adopt, self.conditions.adopt, self.conditions.begin_adopt}
-        return bool(rules & {"carry", "eager"})
+    def _rules(self) -> set[str]:
+        """Of adoption, all that may be in force at some time of the run."""
+        return {self.sync.adopt, self.conditions.adopt, self.conditions.begin_adopt}
 
     @property
     def _adopt(self) -> str:
@@ -361,7 +360,9 @@ class SequentialRun:
             # What counts as given depends on the rule, which may be another one than the settings'.
             learner.exchange.sync = dataclasses.replace(self.sync, adopt=rule)
             self._write(learner.weights, version.fragment, change, rule)
-            learner.outer_steps[version.fragment], learner.base[version.fragment] = held - values, values
+            if "eager" in self._rules:
+                learner.outer_steps[version.fragment] = held - values
+            learner.base[version.fragment] = values
             feedback = learner.feedback[version.fragment]
             if feedback is not None:
                 feedback.merged(version.counted)
@@ -380,7 +381,7 @@ class SequentialRun:
             delta = self._sent(learner, question.fragment, answer.at.steps, values)
             if self._adopt == "eager":
                 values = self._foreseen(learner, question.fragment, values)
-            if self._carries:
+            if self._rules & {"carry", "eager"}:  # now, or when this is adopted
                 learner.snapshots.setdefault(question.fragment, {})[answer.at.steps] = values
             offer = m.Contributed(
                 learner.name, question.fragment, question.step, answer.base, answer.steps, answer.tokens, answer.at.steps

@@ -278,7 +278,8 @@ class Learner:
         if self._replica.is_captured():
             raise ConfigError("optimizer.step() cannot be part of a CUDA graph: Skerry would not hear of the steps it takes")
         place = self._places[id(optimizer)]
-        self._look_at_order(place)
+        if not self._first_seen:
+            self._look_at_order(place)
         if place <= self._last_place:
             # The one before did not run to the last optimizer: some were skipped, or step() raised.
             self._step_done()
@@ -302,12 +303,10 @@ class Learner:
     def _look_at_order(self, place: int) -> None:
         """A scaler may skip the first of them, so this proves nothing; but if they are in another order, versions would be put
         into the model in the middle of an iteration."""
-        if not self._first_seen and place > 0:
-            count = len(self._places)
-            log.warning(
-                "%s: the first optimizer to step is number %d of %d; give them in their order", self.name, place + 1, count
-            )
         self._first_seen = True
+        if place > 0:
+            which = f"number {place + 1} of {len(self._places)}"
+            log.warning("%s: the first optimizer to step is %s; give them in their order", self.name, which)
 
     def _step_done(self) -> None:
         link = self._link
