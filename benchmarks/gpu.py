@@ -12,6 +12,7 @@ optimizer's state as `skerry train` does.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -126,6 +127,8 @@ class Island:
         self.job = build_job(Config(model=SHAPES[size], train=train).resolved())
         self.job.set_lr(1.0)
         self.step = 0
+        self.median = 0.0
+        """Of the steps done last, by the GPU's clock: what it is below the mean, single steps cost that were held up."""
 
     def launch_share(self) -> float:
         """How much of a step's time Python needs to start its kernels: near 1 it has no time for anything else."""
@@ -142,16 +145,59 @@ class Island:
         self.job.apply()
         self.step += 1
 
-    def steps(self, for_s: float) -> float:
-        """Seconds a step, over that time and at least twice H steps."""
+    def steps(self, for_s: float, at_least: int = EVERY) -> float:
+        """Seconds a step, over that time and at least so many steps."""
         torch.cuda.synchronize()
         started, before = time.perf_counter(), self.step
-        while time.perf_counter() - started < for_s or self.step - before < 2 * EVERY:
+        ends = [self._now()]
+        while time.perf_counter() - started < for_s or self.step - before < at_least:
             self._one()
+            ends.append(self._now())
             if self.step % 32 == 0:
                 torch.cuda.synchronize()  # a loop that looks at its loss now and then
         torch.cuda.synchronize()
+        self.median = 1e-3 * statistics.median(first.elapsed_time(second) for first, second in itertools.pairwise(ends))
         return (time.perf_counter() - started) / (self.step - before)
+
+    @staticmethod
+    def _now() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Stages:
+    """When each stage of a learner's exchanges came, to see where their time goes."""
+
+    ORDER = ("asked", "given", "encoded", "delivered", "announced", "fetched", "adopted")
+
+    def __init__(self) -> None:
+        self.took: dict[str, list[float]] = {stage: [] for stage in self.ORDER[1:]}
+        self._last: dict[int, tuple[str, float]] = {}
+
+    def watch(self, learner: skerry.Learner) -> None:
+        exchange = learner._exchange
+        for stage in self.ORDER:
+            setattr(exchange, stage, self._watched(stage, getattr(exchange, stage)))
+
+    def _watched(self, stage, method):
+        def called(what, *more):
+            fragment = what.question.fragment if stage in ("given", "encoded") else what.fragment
+            now, (before, since) = time.perf_counter(), self._last.get(fragment, ("", 0.0))
+            if stage == "asked" or before == self.ORDER[self.ORDER.index(stage) - 1]:
+                if stage != "asked":
+                    self.took[stage].append(now - since)
+                self._last[fragment] = (stage, now)
+            return method(what, *more)
+
+        return called
+
+    def __str__(self) -> str:
+        parts = []
+        for stage, times in self.took.items():
+            ms = [1e3 * taken for taken in sorted(times)] or [math.nan]
+            parts.append(f"{stage} {ms[len(ms) // 2]:.1f} (nine tenths {ms[9 * len(ms) // 10]:.1f})")
+        return f"ms from one stage of an exchange to the next: {', '.join(parts)}"
 
 
 def settle(island: Island, folder: Path, within_s: float = 30.0) -> None:
@@ -159,7 +205,7 @@ def settle(island: Island, folder: Path, within_s: float = 30.0) -> None:
     started, settled = time.perf_counter(), False
     while not settled and time.perf_counter() - started < within_s:
         first_step, first_merge = island.step, len(merges_in(folder))
-        island.steps(0.0)
+        island.steps(0.0, 2 * EVERY)
         settled = FRAGMENTS * (island.step - first_step) <= 1.1 * EVERY * (len(merges_in(folder)) - first_merge)
     print(f"{'settled' if settled else 'not settled'} after {time.perf_counter() - started:.1f} s", flush=True)
 
@@ -173,20 +219,24 @@ def attached(island: Island, send: str, turns: int, seconds: float, where: str |
         sync = SyncConfig(fragments=FRAGMENTS, every=EVERY, overlap=2, send=send, publish=send)
         folder = skerry.create(Path(place) / "run", job.model, sync)
         with skerry.serve(folder, shards=shards) as address:
+            before, before_median = island.steps(seconds), island.median
             for turn in range(turns):
-                before = island.steps(seconds)
                 known = {"name": "island", "tokens_per_step": job.step_tokens, "keep": Path(place) / "kept"}
                 learner = skerry.join(address, job.model, job.optimizers, **known)
                 settle(island, folder)
+                stages = Stages()
+                stages.watch(learner)
                 first_step, first_merge = island.step, len(merges_in(folder))
-                during = island.steps(seconds)
+                during, median = island.steps(seconds, 2 * EVERY), island.median
                 steps += island.step - first_step
                 merges += merges_in(folder)[first_merge:]
                 learner.leave()
-                after = island.steps(seconds)
+                after, after_median = island.steps(seconds), island.median
                 ratios.append(during / ((before + after) / 2))
                 account = f"{1e3 * before:.2f}, {1e3 * during:.2f}, {1e3 * after:.2f} ms"
-                print(f"{size} {send} turn {turn + 1}: a step before, with and after {account}", flush=True)
+                account += f" (medians {1e3 * before_median:.2f}, {1e3 * median:.2f}, {1e3 * after_median:.2f})"
+                before, before_median = after, after_median
+                print(f"{size} {send} turn {turn + 1}: a step before, with and after {account}\n  {stages}", flush=True)
     mean = statistics.mean(ratios)
     error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
     bar = {"bar": f"step time with Skerry over without, {size}, {send}", "value": round(mean, 4), "target": 1.01}

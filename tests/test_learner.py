@@ -1157,6 +1157,26 @@ def test_nothing_is_read_while_weights_are_held(folder: Path, start_syncer, monk
     assert all(read) and not tape(folder, "unhealthy")
 
 
+def test_a_loop_waits_for_a_slow_device_where_a_snapshot_can_still_be_taken(
+    folder: Path, start_syncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first optimizer of an inner step, with the gate open: what is asked for meanwhile is the step before, which is
+    as good as done, and not one that the device will come to later."""
+    skerry.create(folder, small_model(), EXACT)
+    model = small_model()
+    optimizers = muon_and_adamw(model)
+    learner = join(start_syncer(folder).address, model, optimizers)
+    replica, waits = learner._replica, []
+
+    def keep_up() -> None:
+        waits.append((learner.step, replica.between_steps, learner._in_step))
+
+    monkeypatch.setattr(replica, "keep_up", keep_up)
+    assert train(model, optimizers, batches(0, 3)) == 3
+    assert waits == [(0, True, False), (1, True, False), (2, True, False)]
+    learner.leave(timeout_s=30)
+
+
 def test_layers_that_thaw_while_training_do_not_keep_an_island_from_coming_back(folder: Path, start_syncer) -> None:
     def frozen() -> nn.Sequential:
         model = small_model()

@@ -85,12 +85,14 @@ class Stepper:
         self._y = torch.zeros((batch, *sample.y_shape), dtype=sample.y_dtype, device=device)
         self._loss = torch.zeros((), device=device)
         self._initial = [tensor.clone() for tensor in self.tensors]
+        self._outside: list[torch.optim.Optimizer] = []
+        """Optimizers whose step cannot be captured, because it reads its rate as a number (Muon). They step after it."""
         if device.type == "cuda":
+            self._outside = [o for o in self.optimizers if any("capturable" not in group for group in o.param_groups)]
             for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
+                for group in optimizer.param_groups if optimizer not in self._outside else []:
                     group["lr"] = torch.tensor(0.0, device=device)
-                    if "capturable" in group:
-                        group["capturable"] = True
+                    group["capturable"] = True
         self._warm_up()
 
     def _once(self) -> None:
@@ -102,8 +104,13 @@ class Stepper:
         if self.config.train.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
         for optimizer in self.optimizers:
-            optimizer.step()
+            if optimizer not in self._outside:
+                optimizer.step()
         self._loss.copy_(loss.detach())
+
+    def _step_outside(self) -> None:
+        for optimizer in self._outside:
+            optimizer.step()
 
     def _clear(self) -> None:
         for optimizer in self.optimizers:
@@ -118,6 +125,7 @@ class Stepper:
                 for _ in range(3):
                     self._clear()
                     self._once()
+                    self._step_outside()
             torch.cuda.current_stream().wait_stream(side)
             self._clear()
             self._graph = torch.cuda.CUDAGraph()
@@ -158,6 +166,7 @@ class Stepper:
         self._y.copy_(y, non_blocking=True)
         if self._graph is not None:
             self._graph.replay()
+            self._step_outside()
         else:
             self._clear()
             self._once()

@@ -283,6 +283,8 @@ class Learner:
         if place <= self._last_place:
             # The one before did not run to the last optimizer: some were skipped, or step() raised.
             self._step_done()
+        if self._last_place < 0:
+            self._replica.keep_up()
         if not self._in_step:
             self._take_gate()
             self._replica.between_steps = False
@@ -328,7 +330,6 @@ class Learner:
             link.journal.began_step(steps + 1, self._run_tokens)
         self._open_gate()
         link.step_done()
-        self._replica.keep_up()
         self._wait_in_lock_step()
 
     def _take_gate(self) -> None:

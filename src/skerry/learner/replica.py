@@ -115,7 +115,6 @@ class Replica:
         self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._copies: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._written: Any = None
-        self._step_before: Any = None
         self._being_read: list[Any] = []
         self._passing = threading.Lock()
         self._pinned: _Pinned | None = None
@@ -156,11 +155,10 @@ class Replica:
             self._written = _recorded(torch.cuda.current_stream(self.device))
 
     def keep_up(self) -> None:
-        """Call after each step, without the gate: waits for the GPU to finish the step before, so that it always has one to do
-        and no more. Where a loop runs ahead of it by many steps, what is sent would be late by as many."""
-        before, self._step_before = self._step_before, self._written
-        if before is not None:
-            before.synchronize()
+        """Call before each step, without the gate: waits for the GPU to finish the one before. It has the gradients of this one
+        to compute meanwhile. Where a loop runs ahead by more, what is sent and what is adopted would be late by as much."""
+        if self._written is not None:
+            self._written.synchronize()
 
     def adopt(self, index: int, prepared: Prepared, since_step: int, counted: int) -> bool:
         """Put a version into the model, holding the gate. It contains this learner's progress up to `counted`; for `carry`,
