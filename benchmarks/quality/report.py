@@ -102,7 +102,7 @@ OF_THE_TREND = {
     "confirm_25m": ("m4/",),
     "confirm_25m_500m": ("m4/",),
     "questions_11m": ("m4/",),
-    "scale": ("m4/", "3m/m4/"),
+    "scale": ("m4/", "3m/m4/", "135m/m4/"),
 }
 """Runs of four islands with the settings the defaults were made of, at whatever size and length, by matrix."""
 
