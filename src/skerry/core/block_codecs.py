@@ -58,14 +58,12 @@ class Blocks(TwoWays):
 
     def _encode(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         blocks = in_rows(vector, BLOCK)
-        low, high = torch.aminmax(blocks, dim=1)
-        reach = torch.maximum(high, -low)
+        reach = blocks.abs().amax(dim=1)
         # To multiply by a number is rounded the same way everywhere; what compilers make of a division is not.
         scales = (reach * (1.0 / self.largest)).to(torch.bfloat16)
-        scales = torch.where(reach < NOTHING, torch.zeros_like(scales), scales)
-        scales = torch.where(torch.isfinite(reach), scales, torch.full_like(scales, float("nan")))
+        scales.masked_fill_(reach < NOTHING, 0.0).masked_fill_(~torch.isfinite(reach), float("nan"))
         wide = scales.float()
-        inverse = torch.where(wide > 0, 1.0 / wide, torch.zeros_like(wide))
+        inverse = (1.0 / wide).masked_fill_(~(wide > 0), 0.0)
         scaled = (blocks * inverse[:, None]).nan_to_num_(nan=0.0).clamp_(-self.largest, self.largest)
         return scales.view(torch.uint8), self._pack(scaled).reshape(-1).view(torch.uint8)
 

@@ -170,8 +170,9 @@ class Exchange:
         wanted = []
         for held in self.held:
             newest = held.newest
-            have = max(held.version, held.fetched.version if held.fetched else -1)
-            if newest is not None and newest.version > have and held.fetching is None:
+            if newest is None or newest.version <= held.version or held.fetching is not None:
+                continue  # nearly always: this is asked after every event
+            if held.fetched is None or newest.version > held.fetched.version:
                 held.fetching = newest
                 wanted.append(newest)
         return wanted
@@ -210,7 +211,7 @@ class Exchange:
         return any(held.question is not None for held in self.held)
 
     def can_answer(self) -> bool:
-        return any(self._answer(held) is not None for held in self.held)
+        return any(held.question is not None and self._answer(held) is not None for held in self.held)
 
     def answers(self, busy: Collection[int] = ()) -> list[Give | GiveNothing]:
         """Questions that can be answered now; each is handed out once. Those of fragments that are busy wait."""

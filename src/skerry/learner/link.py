@@ -492,7 +492,7 @@ class Link:
         with self.changed:
             fetches = exchange.to_fetch()
             answerable = exchange.can_answer()
-            ready = bool(exchange.versions) and self.fixed_loaded and not self._ready_sent
+            ready = not self._ready_sent and self.fixed_loaded and bool(exchange.versions)
         if ready:
             self._ready_sent = True
             self.send(pb.ToSyncer(ready=pb.Ready()))
