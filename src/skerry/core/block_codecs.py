@@ -61,11 +61,14 @@ class Blocks(TwoWays):
         reach = blocks.abs().amax(dim=1)
         # To multiply by a number is rounded the same way everywhere; what compilers make of a division is not.
         scales = (reach * (1.0 / self.largest)).to(torch.bfloat16)
-        scales.masked_fill_(reach < NOTHING, 0.0).masked_fill_(~torch.isfinite(reach), float("nan"))
-        wide = scales.float()
-        inverse = (1.0 / wide).masked_fill_(~(wide > 0), 0.0)
-        scaled = (blocks * inverse[:, None]).nan_to_num_(nan=0.0).clamp_(-self.largest, self.largest)
-        return scales.view(torch.uint8), self._pack(scaled).reshape(-1).view(torch.uint8)
+        if _is_plain(reach):
+            scaled = blocks * (1.0 / scales.float())[:, None]
+        else:
+            scales.masked_fill_(reach < NOTHING, 0.0).masked_fill_(~torch.isfinite(reach), float("nan"))
+            wide = scales.float()
+            inverse = (1.0 / wide).masked_fill_(~(wide > 0), 0.0)
+            scaled = (blocks * inverse[:, None]).nan_to_num_(nan=0.0)
+        return scales.view(torch.uint8), self._pack(scaled.clamp_(-self.largest, self.largest)).reshape(-1).view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         count = _blocks(numel)
@@ -132,6 +135,14 @@ class E3M0(Blocks):
 
     def _unpack(self, packed: Tensor) -> Tensor:
         return self._signed.to(packed.device)[_from_nibbles(packed).int()]
+
+
+def _is_plain(reach: Tensor) -> bool:
+    """Whether no block is special, as far as it costs nothing to look: on a GPU it would mean to wait."""
+    if reach.is_cuda or not reach.numel():
+        return False
+    least, most = torch.aminmax(reach)
+    return float(least) >= NOTHING and float(most) < float("inf")
 
 
 def in_rows(vector: Tensor, width: int) -> Tensor:
