@@ -338,6 +338,27 @@ def test_the_rule_of_the_beginning_ends_with_it(monkeypatch) -> None:
     assert set(rules) == {(True, "carry"), (False, "overwrite")}
 
 
+def test_islands_that_wait_for_a_run_to_begin_come_in_with_what_it_has_then(monkeypatch) -> None:
+    it = arm("teacher", steps=120, sync__every=6, begin_share=0.5, sync__begin__islands=1)
+    stepper = stepper_for(it)
+    run = SequentialRun(it.config, stepper, stepper.subject.samples(0), it.conditions)
+    late, first_step = run.learners[1], []
+    step = run._step
+
+    def watched(learner) -> None:
+        if learner is late and not first_step:
+            held = [one.version for one in late.exchange.held]
+            first_step.append((run.core.step, held, [fragment.version for fragment in run.core.fragments]))
+        step(learner)
+
+    monkeypatch.setattr(run, "_step", watched)
+    run.run()
+    ((at, held, newest),) = first_step
+    assert at >= run.sync.begin.steps > run.sync.silence_s, "it waited for longer than one may be silent"
+    assert min(held) > 0 and all(new - old <= 1 for old, new in zip(held, newest, strict=True))
+    assert late.exchange.totals.steps > 0
+
+
 def test_the_accuracy_is_the_share_of_characters_named_rightly() -> None:
     it = arm("glyphs")
     subject = build_subject("glyphs", it.config, CPU)

@@ -284,12 +284,13 @@ class SequentialRun:
 
     def _dispatch(self, event: m.Event) -> None:
         for learner in self.learners:
-            if learner.waits:
+            if learner.waits or (learner.alive and learner.exchange.phase == "joining"):
                 self.core.bytes_moved(learner.name, self.now)  # it takes no steps, but it is not silent
         for action in self.core.handle(event, self.now):
             if isinstance(action, m.Begin):
                 learner = self._by_name[action.name]
                 learner.exchange.begin(action.step)
+                self._settle(learner)  # what came out while it waited
                 self._start_step(learner)
             elif isinstance(action, m.Ask):
                 learner = self._by_name[action.name]
