@@ -39,8 +39,10 @@ from torch import Tensor, nn
 import skerry
 from skerry.config import SyncConfig
 from skerry.core.exchange import Question
+from skerry.core.fragment import split
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, WireError
+from skerry.learner.replica import Replica
 from skerry.learner.workers import DaemonWorkers
 from skerry.syncer.run_folder import read_identity, read_model, read_standing
 from skerry.syncer.store import RunStore
@@ -1174,7 +1176,27 @@ def test_a_loop_waits_for_a_slow_device_where_a_snapshot_can_still_be_taken(
     monkeypatch.setattr(replica, "keep_up", keep_up)
     assert train(model, optimizers, batches(0, 3)) == 3
     assert waits == [(0, True, False), (1, True, False), (2, True, False)]
+    optimizers[0].step()
+    optimizers[0].step()  # the other one was skipped: the step before is found to be done when this one begins
+    assert [step for step, *_ in waits[3:]] == [3, 3], "and is waited for before anything of this one counts as done"
     learner.leave(timeout_s=30)
+
+
+def test_what_is_waited_for_is_the_end_of_a_step_and_nothing_that_came_after() -> None:
+    class Event:
+        waited = False
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+    model = small_model()
+    replica = Replica(model, split([spec for spec, _ in model_tensors(model)], 2), DECOUPLED)
+    replica.keep_up()  # before the first step there is nothing to wait for
+    replica._written = end = Event()
+    replica.step_done()
+    replica._written = later = Event()  # weights were changed by hand while gradients are computed
+    replica.keep_up()
+    assert end.waited and not later.waited
 
 
 def test_layers_that_thaw_while_training_do_not_keep_an_island_from_coming_back(folder: Path, start_syncer) -> None:

@@ -289,8 +289,8 @@ class SequentialRun:
         for action in self.core.handle(event, self.now):
             if isinstance(action, m.Begin):
                 learner = self._by_name[action.name]
-                learner.exchange.begin(action.step)
                 self._settle(learner)  # what came out while it waited
+                learner.exchange.begin(action.step)
                 self._start_step(learner)
             elif isinstance(action, m.Ask):
                 learner = self._by_name[action.name]

@@ -280,11 +280,11 @@ class Learner:
         place = self._places[id(optimizer)]
         if not self._first_seen:
             self._look_at_order(place)
+        if self._last_place < 0 or place <= self._last_place:
+            self._replica.keep_up()
         if place <= self._last_place:
             # The one before did not run to the last optimizer: some were skipped, or step() raised.
             self._step_done()
-        if self._last_place < 0:
-            self._replica.keep_up()
         if not self._in_step:
             self._take_gate()
             self._replica.between_steps = False
@@ -325,6 +325,7 @@ class Learner:
             for fragment in self._exchange.stepped(tokens, samples):
                 link.staged[fragment] = self._replica.snapshot(fragment, self._exchange.totals.steps)
             adopt_ready(link)
+            self._replica.step_done()
             steps, self._run_tokens = self._exchange.totals.steps, link.run_tokens
             link.journal.trained_on(steps, link.leases.last_step)
             link.journal.began_step(steps + 1, self._run_tokens)

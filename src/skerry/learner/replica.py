@@ -115,6 +115,7 @@ class Replica:
         self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._copies: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._written: Any = None
+        self._step_end: Any = None
         self._being_read: list[Any] = []
         self._passing = threading.Lock()
         self._pinned: _Pinned | None = None
@@ -154,11 +155,15 @@ class Replica:
         if self._cuda:
             self._written = _recorded(torch.cuda.current_stream(self.device))
 
+    def step_done(self) -> None:
+        """Call after a step, when what can be adopted is in the model."""
+        self._step_end = self._written
+
     def keep_up(self) -> None:
         """Call before each step, without the gate: waits for the GPU to finish the one before. It has the gradients of this one
         to compute meanwhile. Where a loop runs ahead by more, what is sent and what is adopted would be late by as much."""
-        if self._written is not None:
-            self._written.synchronize()
+        if self._step_end is not None:
+            self._step_end.synchronize()
 
     def adopt(self, index: int, prepared: Prepared, since_step: int, counted: int) -> bool:
         """Put a version into the model, holding the gate. It contains this learner's progress up to `counted`; for `carry`,

@@ -87,11 +87,13 @@ class Transfers:
         assert replica is not None
         if self._answering:
             return
-        if replica.quick and replica.between_steps and replica.gate.acquire(blocking=False):
-            self._give_all(self._take_snapshots())
-        else:
-            self._answering = True
-            self._link.spawn(self._answer_between_steps())
+        if replica.quick and replica.gate.acquire(blocking=False):
+            if replica.between_steps:
+                self._give_all(self._take_snapshots())
+                return
+            replica.gate.release()
+        self._answering = True
+        self._link.spawn(self._answer_between_steps())
 
     async def _answer_between_steps(self) -> None:
         try:
@@ -215,7 +217,7 @@ class Transfers:
                     return
             resume = True
             await asyncio.sleep(RETRY_TRANSFER_S)
-            if link.routes is not routes:
+            if link.routes is not routes or link.closing:
                 return  # after a new welcome it is asked for again, if it is still wanted
             with link.changed:
                 wanted = exchange.still_wanted(question)
