@@ -83,28 +83,36 @@ class Transfers:
 
     def answer(self) -> None:
         """Answer every question that can be answered, unless that is being done."""
-        if not self._answering:
-            self._answering = True
-            self._link.spawn(self._answer())
-
-    async def _answer(self) -> None:
-        link, replica = self._link, self._link.replica
+        replica = self._link.replica
         assert replica is not None
+        if self._answering:
+            return
+        if replica.quick and replica.gate.acquire(blocking=False):
+            if replica.between_steps:
+                self._give_all(self._take_snapshots())
+                return
+            replica.gate.release()
+        self._answering = True
+        self._link.spawn(self._answer_between_steps())
+
+    async def _answer_between_steps(self) -> None:
         try:
-            if replica.quick and replica.between_steps and replica.gate.acquire(blocking=False):
-                again, taken, nothings = self._take_snapshots()
-            else:
-                again, taken, nothings = await link.off_loop(self._wait_for_snapshots)
+            found = await self._link.off_loop(self._wait_for_snapshots)
         finally:
             self._answering = False
-        for question in nothings:
+        self._give_all(found)
+        if any(found):
+            self._link.pump()  # what was asked meanwhile
+
+    def _give_all(self, found: Answers) -> None:
+        link = self._link
+        assert link.replica is not None
+        for question in found.nothings:
             link.send(pb.ToSyncer(nothing=pb.NothingToGive(fragment=question.fragment, step=question.step)))
-        for encoded in again:
+        for encoded in found.again:
             link.spawn(self._upload(encoded))
-        for give, snapshot in taken:
-            link.spawn(self._give(give, snapshot))
-        if nothings or again or taken:
-            link.pump()  # what was asked meanwhile
+        for give, snapshot in found.taken:
+            link.spawn(self._upload(self._encode(give, snapshot)) if link.replica.quick else self._give(give, snapshot))
 
     def _wait_for_snapshots(self) -> Answers:
         link = self._link
@@ -140,11 +148,8 @@ class Transfers:
     async def _give(self, give: Give, snapshot: Snapshot) -> None:
         link = self._link
         assert link.replica is not None and link.exchange is not None
-        if link.replica.quick:
-            encoded = self._encode(give, snapshot)
-        else:
-            async with self._encoders:
-                encoded = await link.off_loop(self._encode, give, snapshot)
+        async with self._encoders:
+            encoded = await link.off_loop(self._encode, give, snapshot)
         del snapshot  # it holds a copy on the device and the version before, and to send what was made of it may take long
         if link.exchange.has_questions():
             link.pump()
@@ -212,7 +217,7 @@ class Transfers:
                     return
             resume = True
             await asyncio.sleep(RETRY_TRANSFER_S)
-            if link.routes is not routes:
+            if link.routes is not routes or link.closing:
                 return  # after a new welcome it is asked for again, if it is still wanted
             with link.changed:
                 wanted = exchange.still_wanted(question)

@@ -116,7 +116,12 @@ class Lanes:
 
     async def _on_each(self, carry: Callable[[Lane], Any], runs: int) -> None:
         """On as many lanes as there are runs for. All come to an end; then the first error, if there was one."""
-        found = await asyncio.gather(*(carry(lane) for lane in self._free_lanes(runs)), return_exceptions=True)
+        lanes = self._free_lanes(runs)
+        if len(lanes) <= 1:  # what is small is not worth a task
+            for lane in lanes:
+                await carry(lane)
+            return
+        found = await asyncio.gather(*map(carry, lanes), return_exceptions=True)
         for error in found:
             if isinstance(error, BaseException):
                 raise error
