@@ -152,6 +152,23 @@ def tape_kinds(folder: Path) -> list[str]:
 # ---------------------------------------------------------------- a learner of bare calls
 
 
+def sealed(message: Any) -> Any:
+    """With the checksum of all but its chunk in the field that is for it."""
+    without_chunk, whole = type(message)(), type(message)()
+    without_chunk.CopyFrom(message)
+    without_chunk.ClearField("chunk")
+    whole.CopyFrom(message)
+    whole.seal = checksum(without_chunk.SerializeToString())
+    return whole
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    """The same but for one bit."""
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
 class RawLearner:
     """One control stream and one bulk channel. Nothing is checked here, so that everything is checked there."""
 
@@ -172,7 +189,7 @@ class RawLearner:
         self._bulk = grpc.aio.insecure_channel(self._bulk_address, options=options)
         # As protobuf by itself reads and writes it, for comparison.
         self.open_lane = self._bulk.stream_stream(
-            "/skerry.v1.Syncer/Bulk", pb.BulkToSyncer.SerializeToString, pb.BulkToLearner.FromString
+            "/skerry.v1.Syncer/Bulk", lambda message: sealed(message).SerializeToString(), pb.BulkToLearner.FromString
         )
         self._stream = SyncerStub(self._control).control(self._outgoing())
         self._incoming = self._stream.__aiter__()

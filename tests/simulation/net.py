@@ -11,8 +11,10 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from islands import flipped
 
 from skerry.errors import WireError
+from skerry.wire import seal
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.parcel import Parcel, pack, unpack
 
@@ -39,7 +41,7 @@ class Network:
         self.held_until: dict[str, float] = {}
         self.delay_s: dict[str, float] = {}
         self.damage = 0.0
-        """Share of messages that arrive as something else."""
+        """Share of messages in which a bit is flipped."""
         self.on_down: Callable[[str, Message], None] = lambda session, message: None
         """What the syncer sends to a session, as it sends it."""
         self.on_up: Callable[[str, Message], None] = lambda session, message: None
@@ -221,15 +223,15 @@ class Call:
         if self.method == "shard":
             self.net.on_shard(self.island, message.WhichOneof("message") or "")
         kind = KINDS[self.method][way == "down"]
-        data = pack(message) if isinstance(message, Parcel) else message.SerializeToString()
+        data = pack(message) if isinstance(message, Parcel) else seal.serialize(message)
         if self.net.damage and self.net.chance.random() < self.net.damage:
-            data = b"\xff\xff\xff"
+            data = flipped(data, self.net.chance.randrange(8 * len(data)))
 
         def arrive() -> None:
             if self._broken:
                 return
             try:
-                arrived = unpack(kind)(data) if self.method == "bulk" else kind.FromString(data)
+                arrived = (unpack(kind) if self.method == "bulk" else seal.parser(kind))(data)
             except DecodeError:
                 arrived = None
             if way == "up" and arrived is not None:

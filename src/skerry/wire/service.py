@@ -8,7 +8,9 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
+from skerry.wire import seal
 from skerry.wire import skerry_pb2 as pb
+from skerry.wire.connection import PROTOCOL
 from skerry.wire.parcel import Parcel, pack, unpack
 
 _SERVICE = "skerry.v1.Syncer"
@@ -52,18 +54,20 @@ def _or_none(parse: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
     return parse_if_possible
 
 
+def _description(data: bytes) -> pb.RunDescription:
+    """A syncer of another version is told by its number, whether it has seals or not."""
+    found = pb.RunDescription.FromString(data)
+    if found.protocol != PROTOCOL and not found.HasField("seal"):
+        return found
+    return seal.parser(pb.RunDescription)(data)
+
+
 def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
     handlers: dict[str, Any] = {
-        "Describe": grpc.unary_unary_rpc_method_handler(
-            service.describe, pb.DescribeRequest.FromString, pb.RunDescription.SerializeToString
-        ),
-        "Control": grpc.stream_stream_rpc_method_handler(
-            service.control, _or_none(pb.ToSyncer.FromString), pb.ToLearner.SerializeToString
-        ),
+        "Describe": grpc.unary_unary_rpc_method_handler(service.describe, pb.DescribeRequest.FromString, seal.serialize),
+        "Control": grpc.stream_stream_rpc_method_handler(service.control, _or_none(seal.parser(pb.ToSyncer)), seal.serialize),
         "Bulk": _bulk_handler(service),
-        "Shard": grpc.stream_stream_rpc_method_handler(
-            service.shard, _or_none(pb.FromShard.FromString), pb.ToShard.SerializeToString
-        ),
+        "Shard": grpc.stream_stream_rpc_method_handler(service.shard, _or_none(seal.parser(pb.FromShard)), seal.serialize),
         "Probe": grpc.stream_stream_rpc_method_handler(
             service.probe, _or_none(pb.ProbeUp.FromString), pb.ProbeDown.SerializeToString
         ),
@@ -92,11 +96,11 @@ class SyncerStub:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.describe = channel.unary_unary(
-            f"/{_SERVICE}/Describe", pb.DescribeRequest.SerializeToString, pb.RunDescription.FromString
+            f"/{_SERVICE}/Describe", pb.DescribeRequest.SerializeToString, _or_none(_description)
         )
-        self.control = channel.stream_stream(f"/{_SERVICE}/Control", pb.ToSyncer.SerializeToString, pb.ToLearner.FromString)
+        self.control: Any = channel.stream_stream(f"/{_SERVICE}/Control", seal.serialize, _or_none(seal.parser(pb.ToLearner)))
         self.bulk: Any = channel.stream_stream(f"/{_SERVICE}/Bulk", pack, _or_none(unpack(pb.BulkToLearner)))
-        self.shard: Any = channel.stream_stream(f"/{_SERVICE}/Shard", pb.FromShard.SerializeToString, pb.ToShard.FromString)
+        self.shard: Any = channel.stream_stream(f"/{_SERVICE}/Shard", seal.serialize, _or_none(seal.parser(pb.ToShard)))
         self.probe = channel.stream_stream(f"/{_SERVICE}/Probe", pb.ProbeUp.SerializeToString, pb.ProbeDown.FromString)
         self.tell = channel.unary_unary(f"/{_SERVICE}/Tell", pb.TellRequest.SerializeToString, pb.TellReply.FromString)
         self.snapshot = channel.unary_unary(

@@ -65,21 +65,23 @@ class SnapshotReply(_message.Message):
     def __init__(self, facts_json: _Optional[str] = ...) -> None: ...
 
 class RunDescription(_message.Message):
-    __slots__ = ("protocol", "run_id", "sync_json", "job_json", "now")
+    __slots__ = ("protocol", "run_id", "sync_json", "job_json", "now", "seal")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SYNC_JSON_FIELD_NUMBER: _ClassVar[int]
     JOB_JSON_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     run_id: str
     sync_json: str
     job_json: str
     now: float
-    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., sync_json: _Optional[str] = ..., job_json: _Optional[str] = ..., now: _Optional[float] = ...) -> None: ...
+    seal: int
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., sync_json: _Optional[str] = ..., job_json: _Optional[str] = ..., now: _Optional[float] = ..., seal: _Optional[int] = ...) -> None: ...
 
 class ToSyncer(_message.Message):
-    __slots__ = ("hello", "ready", "report", "nothing", "leaving", "restored", "data")
+    __slots__ = ("hello", "ready", "report", "nothing", "leaving", "restored", "data", "seal")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +89,7 @@ class ToSyncer(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     ready: Ready
     report: Report
@@ -94,7 +97,8 @@ class ToSyncer(_message.Message):
     leaving: Leaving
     restored: Restored
     data: Data
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., nothing: _Optional[_Union[NothingToGive, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., data: _Optional[_Union[Data, _Mapping]] = ...) -> None: ...
+    seal: int
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., nothing: _Optional[_Union[NothingToGive, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., seal: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "rule")
@@ -243,7 +247,7 @@ class Restored(_message.Message):
     def __init__(self, source: _Optional[str] = ...) -> None: ...
 
 class ToLearner(_message.Message):
-    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state", "lease", "no_lease", "pong", "places")
+    __slots__ = ("welcome", "refusal", "begin", "ask", "announce", "stop", "goodbye", "progress", "caution", "give_state", "lease", "no_lease", "pong", "places", "seal")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +262,7 @@ class ToLearner(_message.Message):
     NO_LEASE_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
     begin: Begin
@@ -272,7 +277,8 @@ class ToLearner(_message.Message):
     no_lease: NoLease
     pong: Pong
     places: Places
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ..., give_state: _Optional[_Union[GiveState, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., no_lease: _Optional[_Union[NoLease, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., places: _Optional[_Union[Places, _Mapping]] = ...) -> None: ...
+    seal: int
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., caution: _Optional[_Union[Caution, _Mapping]] = ..., give_state: _Optional[_Union[GiveState, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., no_lease: _Optional[_Union[NoLease, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., places: _Optional[_Union[Places, _Mapping]] = ..., seal: _Optional[int] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("ping",)
@@ -409,20 +415,22 @@ class Progress(_message.Message):
     def __init__(self, run_tokens: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class BulkToSyncer(_message.Message):
-    __slots__ = ("hello", "upload", "fetch", "state", "fetch_state", "chunk")
+    __slots__ = ("chunk", "hello", "upload", "fetch", "state", "fetch_state", "seal")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     FETCH_STATE_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    chunk: bytes
     hello: BulkHello
     upload: Upload
     fetch: Fetch
     state: State
     fetch_state: FetchState
-    chunk: bytes
-    def __init__(self, hello: _Optional[_Union[BulkHello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., fetch_state: _Optional[_Union[FetchState, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    seal: int
+    def __init__(self, chunk: _Optional[bytes] = ..., hello: _Optional[_Union[BulkHello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., fetch_state: _Optional[_Union[FetchState, _Mapping]] = ..., seal: _Optional[int] = ...) -> None: ...
 
 class BulkHello(_message.Message):
     __slots__ = ("name", "session")
@@ -511,16 +519,18 @@ class State(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., again: bool = ..., session: _Optional[str] = ..., steps: _Optional[int] = ..., journal_json: _Optional[str] = ...) -> None: ...
 
 class BulkToLearner(_message.Message):
-    __slots__ = ("reply", "fetched", "state", "chunk")
+    __slots__ = ("chunk", "reply", "fetched", "state", "seal")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     FETCHED_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    chunk: bytes
     reply: UploadReply
     fetched: Fetched
     state: State
-    chunk: bytes
-    def __init__(self, reply: _Optional[_Union[UploadReply, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    seal: int
+    def __init__(self, chunk: _Optional[bytes] = ..., reply: _Optional[_Union[UploadReply, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., seal: _Optional[int] = ...) -> None: ...
 
 class UploadReply(_message.Message):
     __slots__ = ("fragment", "step", "accepted", "reason", "damaged", "missing")
@@ -561,7 +571,7 @@ class Fetched(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., reason: _Optional[str] = ..., since: _Optional[int] = ..., first_chunk: _Optional[int] = ..., floor: _Optional[int] = ...) -> None: ...
 
 class FromShard(_message.Message):
-    __slots__ = ("hello", "ready", "offered", "arrived", "made", "not_made", "published", "moved", "refused")
+    __slots__ = ("hello", "ready", "offered", "arrived", "made", "not_made", "published", "moved", "refused", "seal")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     OFFERED_FIELD_NUMBER: _ClassVar[int]
@@ -571,6 +581,7 @@ class FromShard(_message.Message):
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     hello: ShardHello
     ready: ShardReady
     offered: Offered
@@ -580,7 +591,8 @@ class FromShard(_message.Message):
     published: Published
     moved: Moved
     refused: ShardRefused
-    def __init__(self, hello: _Optional[_Union[ShardHello, _Mapping]] = ..., ready: _Optional[_Union[ShardReady, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., arrived: _Optional[_Union[Offered, _Mapping]] = ..., made: _Optional[_Union[Made, _Mapping]] = ..., not_made: _Optional[_Union[NotMade, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., refused: _Optional[_Union[ShardRefused, _Mapping]] = ...) -> None: ...
+    seal: int
+    def __init__(self, hello: _Optional[_Union[ShardHello, _Mapping]] = ..., ready: _Optional[_Union[ShardReady, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., arrived: _Optional[_Union[Offered, _Mapping]] = ..., made: _Optional[_Union[Made, _Mapping]] = ..., not_made: _Optional[_Union[NotMade, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., refused: _Optional[_Union[ShardRefused, _Mapping]] = ..., seal: _Optional[int] = ...) -> None: ...
 
 class ShardHello(_message.Message):
     __slots__ = ("protocol", "run_id", "number", "address", "key", "process")
@@ -665,20 +677,22 @@ class ShardRefused(_message.Message):
     def __init__(self, name: _Optional[str] = ..., header: _Optional[_Union[Upload, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ToShard(_message.Message):
-    __slots__ = ("welcome", "verdict", "merge", "publish", "put_back", "goodbye")
+    __slots__ = ("welcome", "verdict", "merge", "publish", "put_back", "goodbye", "seal")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     MERGE_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     PUT_BACK_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
     welcome: ShardWelcome
     verdict: Verdict
     merge: MergeOrder
     publish: Published
     put_back: StoredVersion
     goodbye: ShardGoodbye
-    def __init__(self, welcome: _Optional[_Union[ShardWelcome, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., merge: _Optional[_Union[MergeOrder, _Mapping]] = ..., publish: _Optional[_Union[Published, _Mapping]] = ..., put_back: _Optional[_Union[StoredVersion, _Mapping]] = ..., goodbye: _Optional[_Union[ShardGoodbye, _Mapping]] = ...) -> None: ...
+    seal: int
+    def __init__(self, welcome: _Optional[_Union[ShardWelcome, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., merge: _Optional[_Union[MergeOrder, _Mapping]] = ..., publish: _Optional[_Union[Published, _Mapping]] = ..., put_back: _Optional[_Union[StoredVersion, _Mapping]] = ..., goodbye: _Optional[_Union[ShardGoodbye, _Mapping]] = ..., seal: _Optional[int] = ...) -> None: ...
 
 class ShardWelcome(_message.Message):
     __slots__ = ("versions",)

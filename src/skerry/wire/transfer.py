@@ -13,6 +13,7 @@ import grpc
 from skerry.errors import WireError
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.meter import Meter
+from skerry.wire.seal import SEAL_SIZE
 from skerry.wire.service import SyncerStub
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class ControlStream:
                 await self._filled.wait()
                 while self._outbox:
                     message = self._outbox.popleft()
-                    self._sent.by_kind["control"] += message.ByteSize()
+                    self._sent.by_kind["control"] += message.ByteSize() + SEAL_SIZE
                     with wire_errors():
                         await self._call.write(message)
                 self._filled.clear()
@@ -97,7 +98,7 @@ class ControlStream:
                 raise
             if message is grpc.aio.EOF:
                 return
-            self._received.by_kind["control"] += message.ByteSize()
+            self._received.by_kind["control"] += message.ByteSize() + SEAL_SIZE
             self._heard_at = asyncio.get_running_loop().time()
             yield message
 
