@@ -145,6 +145,7 @@ def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
             tokens=run.core.tokens,
             merges=run.core.merges,
             mean_members=sum(run.members) / max(len(run.members), 1),
+            mean_age=sum(age * count for age, count in run.ages.items()) / max(run.ages.total(), 1),
             sent_bytes_per_step=run.sent_bytes / max(run.core.step, 1) / config.islands.count,
             peak_bytes_per_step=run.peak_bytes_per_step,
             lost_steps=run.lost_steps,

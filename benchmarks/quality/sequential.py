@@ -59,12 +59,20 @@ class Conditions:
     updates, arXiv 2502.12996)."""
     begin_adopt: str = ""
     """Another: how fragments are adopted during the beginning, if not as afterwards."""
+    outer: str = ""
+    """Others: outer steps that know how old contributions are, or how few they are. "decay" shortens a contribution by half for
+    every version that it is behind (the decay of CGAD, arXiv 2605.09126, at ages far below its cut-off). "aligned" takes out
+    of a contribution from an older version what points against the momentum, tensor by tensor (as HeLoCo, arXiv 2606.00271,
+    corrects directions). "delayed" lets the momentum take part in every M-th merge only, M being the islands (delayed
+    Nesterov, arXiv 2401.09135). "longer" raises the momentum to the power of the share of islands that are in the merge: it
+    forgets after as many contributions as always, not after as many merges."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("restore", ("own", "peer", "none")),
             ("adopt", ("", "eager")),
             ("begin_adopt", ("", "overwrite", "carry", "eager")),
+            ("outer", ("", "decay", "aligned", "delayed", "longer")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"conditions.{name} must be one of {allowed}, got {getattr(self, name)!r}")
@@ -229,6 +237,10 @@ class SequentialRun:
         self._with_feedback = self.sync.feedback == "always" or (self.sync.feedback == "auto" and needed)
         self.lost_steps = 0
         self.members: list[int] = []
+        self.ages: Counter[int] = Counter()
+        """Contributions by how many versions they were behind."""
+        self._delayed: dict[int, Tensor] = {}
+        """By fragment: progress that the momentum has not taken in yet."""
         times = list(conditions.step_times) + [1.0] * self.config.islands.count
         self.learners = [
             SequentialLearner(
@@ -428,7 +440,19 @@ class SequentialRun:
 
     def _merge(self, order: m.Merge) -> None:
         deltas = [self._deltas.pop((order.fragment, share.name)) for share in order.shares]
-        before = self.states[order.fragment]
+        ages = [order.version - 1 - share.base for share in order.shares]
+        self.ages.update(ages)
+        before, rule = self.states[order.fragment], self.conditions.outer
+        lr = order.outer_lr * half_cosine(self.core.tokens / self.sync.budget_tokens, self.conditions.final_outer_lr)
+        momentum = order.outer_momentum
+        if rule == "decay":
+            deltas = [delta * 0.5**age for delta, age in zip(deltas, ages, strict=True)]
+        elif rule == "aligned":
+            for delta, age in zip(deltas, ages, strict=True):
+                if age:
+                    self._align(order.fragment, delta)
+        elif rule == "longer":
+            momentum **= order.presence
         after = merge(
             self.layout,
             self.layout.fragments[order.fragment],
@@ -436,14 +460,34 @@ class SequentialRun:
             deltas,
             [share.weight for share in order.shares],
             radial=self.sync.merge == "radial",
-            lr=order.outer_lr * half_cosine(self.core.tokens / self.sync.budget_tokens, self.conditions.final_outer_lr),
-            momentum=order.outer_momentum,
+            lr=1.0 if rule == "delayed" else lr,
+            momentum=0.0 if rule == "delayed" else momentum,
             presence=order.presence,
         )
+        if rule == "delayed":
+            after = self._delayed_step(order, before, before.values - after.values, lr)
         self.states[order.fragment], data = publish(before, after, self._publish[order.fragment])
         self.published_bytes += data.numel()
         self.members.append(len(order.shares))
         self._at(self.now, lambda: self._dispatch(m.Stored(order.fragment, order.version)))
+
+    def _align(self, fragment: int, delta: Tensor) -> None:
+        """Takes out, tensor by tensor, what points against the momentum."""
+        sizes = [piece.numel for piece in self.layout.fragments[fragment].pieces]
+        for part, heading in zip(delta.split(sizes), self.states[fragment].momentum.split(sizes), strict=True):
+            along = torch.dot(part, heading)
+            if along < 0:
+                part.sub_(heading * (along / torch.dot(heading, heading)))
+
+    def _delayed_step(self, order: m.Merge, before: FragmentState, progress: Tensor, lr: float) -> FragmentState:
+        """The momentum takes part in every M-th merge, and all progress since in it."""
+        held = self._delayed.get(order.fragment, torch.zeros_like(progress)) + progress
+        if order.version % len(self.learners):
+            self._delayed[order.fragment] = held
+            return FragmentState(before.values - lr * progress, before.momentum)
+        self._delayed.pop(order.fragment, None)
+        momentum = order.outer_momentum * before.momentum + held
+        return FragmentState(before.values - lr * (progress + order.outer_momentum * momentum), momentum)
 
     def _announce(self, learner: SequentialLearner, action: m.Announce, counted: int) -> None:
         version = Version(action.fragment, action.version, action.step, counted)
