@@ -36,7 +36,7 @@ from skerry.syncer.server import SyncerServer, run_syncer
 from skerry.syncer.store import RunStore
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, Assembly, chunk, count_chunks, in_runs
-from skerry.wire.client import close_run, describe, describe_job
+from skerry.wire.client import close_run, describe, describe_job, tell
 from skerry.wire.connection import PROTOCOL, open_channel, split_address
 from skerry.wire.parcel import Parcel
 
@@ -69,6 +69,14 @@ async def refusal_of(raw: RawLearner, hello: pb.Hello) -> str:
     reason = (await raw.receive("refusal", "welcome")).refusal.reason
     await raw.receive_end()
     return reason
+
+
+def test_what_a_syncer_was_told_is_on_its_tape_when_it_has_answered(run_folder: Path, start_syncer) -> None:
+    """Who tells it of a fault may kill it next."""
+    address = start_syncer(run_folder).address
+    for number in range(20):
+        tell(address, None, "fault", {"number": number})
+        assert [entry["number"] for entry in tape(run_folder, "fault")] == list(range(number + 1))
 
 
 def test_another_protocol_version_is_refused_and_both_versions_named(run_folder: Path, start_syncer) -> None:

@@ -341,6 +341,8 @@ class SyncerServer:
             reason = f"told must be one of {', '.join(TOLD)}, with a JSON object of at most {MAX_TOLD} bytes"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
         self.record(request.kind, data)
+        # Who told it may be about to kill this process. While the disk takes nothing it waits in memory, like all decisions.
+        await self._tape.flush()
         return pb.TellReply()
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotReply:
