@@ -5,8 +5,10 @@ A relay of whole gRPC messages between a real learner and a real syncer does it,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,9 +18,10 @@ from islands import batches, flipped, poll, small_model, tape, train
 
 import skerry
 from skerry.config import SyncConfig
-from skerry.wire import lane, lanes, seal
+from skerry.errors import JoinRefused
+from skerry.wire import lane, lanes, seal, transfer
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.connection import CHANNEL_OPTIONS, SERVER_OPTIONS
+from skerry.wire.connection import CHANNEL_OPTIONS, PROTOCOL, SERVER_OPTIONS
 from skerry.wire.loop import run_here
 
 SYNC = SyncConfig(fragments=2, every=4, overlap=1, quorum=1, outer_lr=1.0, outer_momentum=0.0, merge="mean", silence_s=2.0)
@@ -34,10 +37,12 @@ class Relay(grpc.GenericRpcHandler):
         self.down: dict[str, Change] = {}
         self.up: dict[str, Change] = {}
         """For the calls whose name ends like this."""
+        self.opened: Counter[str] = Counter()
         self._syncer = syncer
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         async def pass_on(messages: AsyncIterator[bytes], _: Any) -> AsyncIterator[bytes]:
+            self.opened[details.method.rpartition("/")[2]] += 1
             call = self._channel.stream_stream(details.method)(_changed(messages, details.method, self.up))
             try:
                 async for message in _changed(call, details.method, self.down):
@@ -106,7 +111,7 @@ def test_a_learner_whose_stream_stands_but_is_of_no_use_comes_back(run, monkeypa
         poll(lambda: train(model, optimizer, [data[learner.step % 20]]) and done(), what)
 
     trains_until(lambda: merges(folder) >= 4, "merges")
-    before = learner.step
+    before, opened = learner.step, relay.opened[end]
     changes = relay.up if way == "up" else relay.down
     if what == "one message damaged":
         changes[end] = once(lambda message: GARBAGE)
@@ -126,6 +131,8 @@ def test_a_learner_whose_stream_stands_but_is_of_no_use_comes_back(run, monkeypa
     changes.clear() if what == "nothing comes through any more" else None
     if end == "Control":
         trains_until(lambda: joins(folder) == [False, True], "it to come back with what it has")
+    else:
+        trains_until(lambda: relay.opened[end] > opened, "the stream to be opened again")
     merged = merges(folder)
     trains_until(lambda: merges(folder) >= merged + 4, "merges again")
     assert learner.failure is None and learner.connected
@@ -154,3 +161,24 @@ def test_fragments_there_are_not_make_the_learner_connect_again(run) -> None:
         poll(lambda expected=number + 2: len(joins(folder)) == expected, "it to connect again")
     assert learner.failure is None
     learner.detach()
+
+
+@pytest.mark.parametrize("what", ["the hello", "the welcome", "the description"])
+def test_a_shard_is_let_in_although_a_bit_was_flipped_on_the_way(tmp_path: Path, start_syncer, start_shard, what: str) -> None:
+    folder = skerry.create(tmp_path / "run", small_model(), SYNC)
+    relay = Relay(start_syncer(folder, shards=1).address)
+    changes, end = (relay.up if what == "the hello" else relay.down), ("Describe" if what == "the description" else "Shard")
+    changes[end] = once(lambda message: flipped(message, 8 * len(message) // 2))
+    start_shard(SimpleNamespace(folder=folder, address=run_here(relay.start())), 0)
+    poll(lambda: tape(folder, "shard_joined"), "the shard")
+    assert relay.opened[end] == 2
+    run_here(relay.stop())
+
+
+def test_a_shard_of_another_version_is_told_so(tmp_path: Path, start_syncer, start_shard, monkeypatch) -> None:
+    folder = skerry.create(tmp_path / "run", small_model(), SYNC)
+    syncer = start_syncer(folder, shards=1)
+    monkeypatch.setattr(transfer, "PROTOCOL", 99)
+    shard = start_shard(syncer, 0)
+    with pytest.raises(JoinRefused, match=f"the syncer speaks version {PROTOCOL}, Skerry here 99"):
+        shard.wait()

@@ -16,7 +16,6 @@ from skerry.chaos.proxy import Condition, LinkProxy, LinkState
 from skerry.cli import main
 from skerry.config import SyncConfig
 from skerry.errors import ConfigError
-from skerry.plan import doctor
 from skerry.plan.devices import DENSE_TFLOPS, step_time_s
 from skerry.plan.planning import (
     FULL,
@@ -31,6 +30,7 @@ from skerry.plan.planning import (
     weigh,
 )
 from skerry.plan.words import island_of, link_of, number_of, plan_lines
+from skerry.wire import transfer
 
 SITE = Island("site", 1.0, 1000.0, 1000.0, 0.04)
 
@@ -170,10 +170,10 @@ def test_the_doctor_says_what_is_wrong_and_stops(address: str, free_port: int, m
     with pytest.raises(SystemExit) as ended:
         main(["doctor", f"127.0.0.1:{free_port}"])
     assert ended.value.code == 1 and "PROBLEM: nobody answers at 127.0.0.1" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "PROTOCOL", 99)
+    monkeypatch.setattr(transfer, "PROTOCOL", 99)
     with pytest.raises(SystemExit):
         main(["doctor", address])
-    assert "PROBLEM: the syncer speaks version" in capsys.readouterr().out
+    assert "PROBLEM: protocol mismatch: the syncer speaks version" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["doctor", address, "--ca", "/nowhere.pem"])
     assert "PROBLEM" in capsys.readouterr().out

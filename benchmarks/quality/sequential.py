@@ -63,9 +63,10 @@ class Conditions:
     """Others: outer steps that know how old contributions are, or how few they are. "decay" shortens a contribution by half for
     every version that it is behind (the decay of CGAD, arXiv 2605.09126, at ages far below its cut-off). "aligned" takes out
     of a contribution from an older version what points against the momentum, tensor by tensor (as HeLoCo, arXiv 2606.00271,
-    corrects directions). "delayed" lets the momentum take part in every M-th merge only, M being the islands (delayed
+    corrects directions). "delayed" lets the momentum take part only after every M contributions, M being the islands (delayed
     Nesterov, arXiv 2401.09135). "longer" raises the momentum to the power of the share of islands that are in the merge: it
-    forgets after as many contributions as always, not after as many merges."""
+    forgets after as many contributions as always, not after as many merges. In the long run that makes steps as long as if
+    all were in it, so it is to be compared with `damp_absent = false` as well."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -239,8 +240,8 @@ class SequentialRun:
         self.members: list[int] = []
         self.ages: Counter[int] = Counter()
         """Contributions by how many versions they were behind."""
-        self._delayed: dict[int, Tensor] = {}
-        """By fragment: progress that the momentum has not taken in yet."""
+        self._delayed: dict[int, tuple[int, Tensor]] = {}
+        """By fragment: contributions that the momentum has not taken in yet, and the progress in them."""
         times = list(conditions.step_times) + [1.0] * self.config.islands.count
         self.learners = [
             SequentialLearner(
@@ -444,25 +445,27 @@ class SequentialRun:
         self.ages.update(ages)
         before, rule = self.states[order.fragment], self.conditions.outer
         lr = order.outer_lr * half_cosine(self.core.tokens / self.sync.budget_tokens, self.conditions.final_outer_lr)
-        momentum = order.outer_momentum
+        momentum, presence = order.outer_momentum, order.presence
+        weights = [share.weight for share in order.shares]
         if rule == "decay":
-            deltas = [delta * 0.5**age for delta, age in zip(deltas, ages, strict=True)]
+            # By its weight, so that with radial merging its direction counts for less as well as its length.
+            decayed = [weight * 0.5**age for weight, age in zip(weights, ages, strict=True)]
+            presence *= sum(decayed) / sum(weights)
+            weights = decayed
         elif rule == "aligned":
-            for delta, age in zip(deltas, ages, strict=True):
-                if age:
-                    self._align(order.fragment, delta)
+            deltas = [self._aligned(order.fragment, delta) if age else delta for delta, age in zip(deltas, ages, strict=True)]
         elif rule == "longer":
-            momentum **= order.presence
+            momentum **= presence
         after = merge(
             self.layout,
             self.layout.fragments[order.fragment],
             before,
             deltas,
-            [share.weight for share in order.shares],
+            weights,
             radial=self.sync.merge == "radial",
             lr=1.0 if rule == "delayed" else lr,
             momentum=0.0 if rule == "delayed" else momentum,
-            presence=order.presence,
+            presence=presence,
         )
         if rule == "delayed":
             after = self._delayed_step(order, before, before.values - after.values, lr)
@@ -471,21 +474,23 @@ class SequentialRun:
         self.members.append(len(order.shares))
         self._at(self.now, lambda: self._dispatch(m.Stored(order.fragment, order.version)))
 
-    def _align(self, fragment: int, delta: Tensor) -> None:
-        """Takes out, tensor by tensor, what points against the momentum."""
+    def _aligned(self, fragment: int, delta: Tensor) -> Tensor:
+        """Without what points against the momentum, tensor by tensor."""
+        aligned = delta.float()
         sizes = [piece.numel for piece in self.layout.fragments[fragment].pieces]
-        for part, heading in zip(delta.split(sizes), self.states[fragment].momentum.split(sizes), strict=True):
+        for part, heading in zip(aligned.split(sizes), self.states[fragment].momentum.split(sizes), strict=True):
             along = torch.dot(part, heading)
             if along < 0:
                 part.sub_(heading * (along / torch.dot(heading, heading)))
+        return aligned
 
     def _delayed_step(self, order: m.Merge, before: FragmentState, progress: Tensor, lr: float) -> FragmentState:
-        """The momentum takes part in every M-th merge, and all progress since in it."""
-        held = self._delayed.get(order.fragment, torch.zeros_like(progress)) + progress
-        if order.version % len(self.learners):
-            self._delayed[order.fragment] = held
+        """The momentum takes part after every M contributions, and all progress since in it."""
+        count, held = self._delayed.pop(order.fragment, (0, torch.zeros_like(progress)))
+        count, held = count + len(order.shares), held + progress
+        if count < len(self.learners):
+            self._delayed[order.fragment] = count, held
             return FragmentState(before.values - lr * progress, before.momentum)
-        self._delayed.pop(order.fragment, None)
         momentum = order.outer_momentum * before.momentum + held
         return FragmentState(before.values - lr * (progress + order.outer_momentum * momentum), momentum)
 

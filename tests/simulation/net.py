@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from islands import flipped
 
 from skerry.errors import WireError
 from skerry.wire import seal
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.parcel import Parcel, pack, unpack
+from skerry.wire.service import _description, _or_none
 
 NOTICED_S = (0.0, 0.0, 0.05, 1.0, 12.0)
 """How long after a stream broke one of its ends may go on as if nothing had happened."""
@@ -51,6 +52,13 @@ class Network:
 
     def delay(self, island: str) -> float:
         return self.chance.choice([0.001, 0.003, 0.003, 0.01, 0.05]) * self.delay_s.get(island, 1.0)
+
+    def perhaps_damaged(self, data: bytes) -> bytes:
+        if not self.damage or self.chance.random() >= self.damage:
+            return data
+        # In what is no chunk as often as in one.
+        bits = 8 * min(len(data), self.chance.choice([len(data), 64]))
+        return flipped(data, 8 * len(data) - 1 - self.chance.randrange(bits))
 
     # ------------------------------------------------------------ what stands in for gRPC
 
@@ -107,13 +115,13 @@ class Stub:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def describe(self, request: pb.DescribeRequest, timeout: float) -> pb.RunDescription:
+    async def describe(self, request: pb.DescribeRequest, timeout: float) -> pb.RunDescription | None:
         net = self._channel.net
         await asyncio.sleep(net.delay(self._channel.island))
         if net.server is None:
             raise WireError("unavailable: nobody listens")
-        found: pb.RunDescription = await net.server.describe(request, None)
-        return found
+        data = self._channel.net.perhaps_damaged(seal.serialize(await net.server.describe(request, None)))
+        return _or_none(_description)(data)
 
     def control(self) -> Call:
         return self._channel.open("control")
@@ -223,17 +231,12 @@ class Call:
         if self.method == "shard":
             self.net.on_shard(self.island, message.WhichOneof("message") or "")
         kind = KINDS[self.method][way == "down"]
-        data = pack(message) if isinstance(message, Parcel) else seal.serialize(message)
-        if self.net.damage and self.net.chance.random() < self.net.damage:
-            data = flipped(data, self.net.chance.randrange(8 * len(data)))
+        data = self.net.perhaps_damaged(pack(message) if isinstance(message, Parcel) else seal.serialize(message))
 
         def arrive() -> None:
             if self._broken:
                 return
-            try:
-                arrived = (unpack(kind) if self.method == "bulk" else seal.parser(kind))(data)
-            except DecodeError:
-                arrived = None
+            arrived = _or_none(unpack(kind) if self.method == "bulk" else seal.parser(kind))(data)
             if way == "up" and arrived is not None:
                 self.net.on_up(self._session, _plain(arrived))
             (self._down if way == "down" else self._up).put_nowait(arrived)

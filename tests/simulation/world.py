@@ -140,6 +140,8 @@ class ShardLife:
             await follow
         except SkerryError as error:
             world.note(f"{self.name} gave up: {error}")
+            if "has taken the place" not in str(error):
+                world.errors.append(f"{self.name} gave up: {error}")
             if self.alive:
                 world.kill_shard(self.number, 0.5)
         except asyncio.CancelledError:

@@ -283,7 +283,7 @@ class Link:
                 await opened.enter_async_context(open_channel(self.address, self._tls)) for _ in range(1 + self._connections)
             ]
             stub, *bulk = map(SyncerStub, channels)
-            await self._prepare_for(await transfer.describe(stub, PROTOCOL))
+            await self._prepare_for(await transfer.describe(stub))
             routes = self.routes = Routes(
                 self._lanes(bulk), self.address, self._connections, self._tls, self._lanes, lambda: self.ferry
             )
@@ -308,8 +308,6 @@ class Link:
             return welcomed
 
     async def _prepare_for(self, description: pb.RunDescription) -> None:
-        if description.protocol != PROTOCOL:
-            raise JoinRefused(f"protocol mismatch: the syncer speaks version {description.protocol}, Skerry here {PROTOCOL}")
         if self.exchange is not None:
             if description.run_id != self._run_id:
                 raise JoinRefused(f"the syncer at {self.address} now serves another run ({description.run_id})")
@@ -615,7 +613,7 @@ class Link:
 
 
 def _check_fragments(message: pb.ToLearner, fragments: int) -> None:
-    """A syncer of this run speaks of its fragments only; in plain text a message may be damaged and still be one."""
+    """A syncer of this run speaks of its fragments only."""
     kind = message.WhichOneof("message")
     if kind == "welcome" and len(message.welcome.versions) != fragments:
         raise WireError(f"the syncer has {len(message.welcome.versions)} fragments, this learner {fragments}")

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from skerry.config import SyncConfig, from_json
-from skerry.errors import SkerryError, WireError
+from skerry.errors import JoinRefused, SkerryError, WireError
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES
 from skerry.wire.connection import PROTOCOL, TLS, check_reachable, open_channel, split_address
@@ -119,18 +119,19 @@ def _look_at_certificate(address: str, tls: TLS | None, found: Findings, tell: T
 async def _look_at_syncer(address: str, tls: TLS | None, found: Findings, tell: Tell) -> SyncConfig | None:
     async with open_channel(address, tls) as channel:
         stub = SyncerStub(channel)
-        description = await describe(stub, PROTOCOL)
-        found.protocol, found.run_id = description.protocol, description.run_id
-        if description.protocol != PROTOCOL:
-            tell("protocol", f"the syncer speaks version {description.protocol}, Skerry here {PROTOCOL}", well=False)
+        try:
+            description = await describe(stub)
+        except JoinRefused as refusal:
+            tell("protocol", str(refusal), well=False)
             return None
+        found.protocol, found.run_id = description.protocol, description.run_id
         sync: SyncConfig = from_json(SyncConfig, description.sync_json)
         settings = f"H = {sync.every}, P = {sync.fragments}, {sync.send} up, {sync.publish} down"
         tell("protocol", f"version {PROTOCOL}; run {description.run_id[:8]}, {settings}")
         trips, offsets = [], []
         for _ in range(ROUND_TRIPS):
             started, clock = time.monotonic(), time.time()
-            description = await describe(stub, PROTOCOL)
+            description = await describe(stub)
             trips.append(time.monotonic() - started)
             offsets.append(description.now - (clock + trips[-1] / 2))
         found.round_trip_s = statistics.median(trips)
@@ -150,7 +151,7 @@ async def _look_at_bandwidth(
     async with contextlib.AsyncExitStack() as opened:
         channels = [await opened.enter_async_context(open_channel(address, tls)) for _ in range(connections)]
         stubs = [SyncerStub(channel) for channel in channels]
-        await asyncio.gather(*(describe(stub, PROTOCOL) for stub in stubs))
+        await asyncio.gather(*(describe(stub) for stub in stubs))
         found.up_mbit_alone = await _rate(_upwards, stubs[:1], seconds)
         found.up_mbit = await _rate(_upwards, stubs, seconds) if connections > 1 else found.up_mbit_alone
         found.down_mbit_alone = await _rate(_downwards, stubs[:1], seconds)

@@ -56,6 +56,8 @@ LINGER_S = (0.5, 10.0)
 TOLD = ("fault", "healed", "restarted")
 """What may be put on the tape from outside."""
 MAX_TOLD = 4096
+TOLD_S = 2.0
+"""Longer than this nobody waits for it to be durable: who told it would take it for lost, and tell it again."""
 MOST_PROBES = 16
 MAX_PROBE = 4 << 30
 """Bytes of one call, each way."""
@@ -342,7 +344,8 @@ class SyncerServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
         self.record(request.kind, data)
         # Who told it may be about to kill this process. While the disk takes nothing it waits in memory, like all decisions.
-        await self._tape.flush()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._tape.flush(), TOLD_S)
         return pb.TellReply()
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotReply:

@@ -33,7 +33,7 @@ from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind, open_channel, with_port
 from skerry.wire.parcel import Parcel
 from skerry.wire.service import SyncerStub, add_bulk_to_server
-from skerry.wire.transfer import read, wire_errors
+from skerry.wire.transfer import describe, read, wire_errors
 
 log = logging.getLogger("skerry.shard")
 
@@ -161,6 +161,7 @@ class Shard:
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
 
     async def _one_connection(self, stub: SyncerStub, address: str) -> tuple[pb.ShardGoodbye | None, bool]:
+        await describe(stub)
         call = stub.shard()
         outbox: Outbox[pb.FromShard] = Outbox(QUEUE)
         hello = pb.ShardHello(

@@ -190,6 +190,9 @@ class Shards:
         if self._closed is not None:
             yield pb.ToShard(goodbye=self._closed)
             return
+        if first is None:
+            self._host.record("refused", {"reason": "a shard's stream without a hello"})
+            return  # damaged on its way, perhaps; it may try again
         try:
             connection = self._admit(first)
         except JoinRefused as refusal:
@@ -207,8 +210,8 @@ class Shards:
             reader.cancel()
             self._lost(connection)
 
-    def _admit(self, first: pb.FromShard | None) -> Connection | None:
-        if first is None or first.WhichOneof("message") != "hello":
+    def _admit(self, first: pb.FromShard) -> Connection | None:
+        if first.WhichOneof("message") != "hello":
             raise JoinRefused("the first message of a shard must be a hello")
         hello = first.hello
         if hello.protocol != PROTOCOL:
@@ -247,8 +250,10 @@ class Shards:
         try:
             await self._welcome(connection)
             async for message in messages:
-                if message is None or self._connections.get(connection.number) is not connection:
+                if self._connections.get(connection.number) is not connection:
                     return
+                if message is None:
+                    raise WireError("a damaged message")
                 await self._received(connection, message)
         except SkerryError as error:
             self._host.record("refused", {"shard": connection.number, "reason": str(error)})

@@ -112,8 +112,10 @@ class Tape:
             try:
                 if entries:
                     await self._write([], entries)
-            except SkerryError:
+            except Exception as error:
                 self._put_back(entries)
+                if not isinstance(error, SkerryError):
+                    raise
                 return False
             return True
 

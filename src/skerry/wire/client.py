@@ -12,7 +12,7 @@ from skerry.config import Config, from_json
 from skerry.errors import JoinRefused, WireError
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire import transfer
-from skerry.wire.connection import PROTOCOL, TLS, open_channel
+from skerry.wire.connection import TLS, open_channel
 from skerry.wire.loop import run_here
 from skerry.wire.service import SyncerStub
 
@@ -25,7 +25,7 @@ def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunD
         while True:
             async with open_channel(address, tls) as channel:
                 try:
-                    return await transfer.describe(SyncerStub(channel), PROTOCOL)
+                    return await transfer.describe(SyncerStub(channel))
                 except WireError as error:
                     if time.monotonic() >= deadline:
                         raise WireError(f"no syncer answered at {address} within {timeout_s:.0f} s: {error}") from None

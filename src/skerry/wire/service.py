@@ -10,10 +10,11 @@ from google.protobuf.message import DecodeError
 
 from skerry.wire import seal
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.connection import PROTOCOL
 from skerry.wire.parcel import Parcel, pack, unpack
 
 _SERVICE = "skerry.v1.Syncer"
+FIRST_SEALED = 6
+"""The first version of the protocol whose messages have seals."""
 
 T = TypeVar("T")
 
@@ -55,9 +56,9 @@ def _or_none(parse: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
 
 
 def _description(data: bytes) -> pb.RunDescription:
-    """A syncer of another version is told by its number, whether it has seals or not."""
+    """An older syncer has no seals, and is told by its number."""
     found = pb.RunDescription.FromString(data)
-    if found.protocol != PROTOCOL and not found.HasField("seal"):
+    if 0 < found.protocol < FIRST_SEALED and not found.HasField("seal"):
         return found
     return seal.parser(pb.RunDescription)(data)
 

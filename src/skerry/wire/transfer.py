@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import grpc
 
-from skerry.errors import WireError
+from skerry.errors import JoinRefused, WireError
 from skerry.wire import skerry_pb2 as pb
+from skerry.wire.connection import PROTOCOL
 from skerry.wire.meter import Meter
 from skerry.wire.seal import SEAL_SIZE
 from skerry.wire.service import SyncerStub
@@ -42,9 +43,13 @@ async def read(call: Any) -> Any:
         return _whole(await call.read())
 
 
-async def describe(stub: SyncerStub, protocol: int, timeout_s: float = 10.0) -> pb.RunDescription:
+async def describe(stub: SyncerStub, timeout_s: float = 10.0) -> pb.RunDescription:
+    """Raises JoinRefused if the syncer speaks another version: nothing else that it says would be understood."""
     with wire_errors():
-        return _whole(await stub.describe(pb.DescribeRequest(protocol=protocol), timeout=timeout_s))
+        found: pb.RunDescription = _whole(await stub.describe(pb.DescribeRequest(protocol=PROTOCOL), timeout=timeout_s))
+    if found.protocol != PROTOCOL:
+        raise JoinRefused(f"protocol mismatch: the syncer speaks version {found.protocol}, Skerry here {PROTOCOL}")
+    return found
 
 
 def _whole(message: T | None) -> T:
