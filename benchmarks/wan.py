@@ -7,7 +7,8 @@ Islands (two by default) and a syncer, each in a network namespace of its own, w
 of the machine's cores, the syncer and the switch the other, as they would be on machines of their own. Utilisation is inner
 steps a second over those of islands that train beside each other without any network. Machines change their speed by more than
 what is to be seen here, so these train just before and just after each window that is compared with them, and --turns does all
-of it several times over: shares are means of the turns, with their standard error. Bytes are those that the switch counted,
+of it several times over: shares are means of the turns, with their standard error. Time that the host of a virtual machine took
+from the islands' cores counts for nobody. Bytes are those that the switch counted,
 with all headers, control messages and TLS. The data-parallel side is DistributedDataParallel over gloo, with gradients sent in
 16 bits (as fp16: gloo does not offer bf16, which has the same size).
 """
@@ -78,6 +79,8 @@ class Measured:
     alone_steps_per_s: float = math.nan
     """Without any network, before and after."""
     cut_short: bool = False
+    stolen: float = 0.0
+    """Share of the islands' cores that the machine around this one took, which steps_per_s leaves out."""
     """It took so long that no whole rounds were waited for."""
 
     @property
@@ -166,7 +169,7 @@ class Bench:
             self._switch.set(host, mbit, DELAY_S)
         settle(logs, STEPS_TO_SETTLE.get(arm) or ARMS[arm].every)
         before = [dict(self._switch.ports[host].bytes) for host in self._islands]
-        started = time.monotonic()
+        started, stolen = time.monotonic(), stolen_s()
         cut_short = False
         if arm in WHOLE_STEPS:
             first = [steps_in(log)[-1] for log in logs]
@@ -182,12 +185,23 @@ class Bench:
             ended = time.monotonic()
             counts = [sum(started <= at < ended for at, _ in steps_in(log)) for log in logs]
             rates, steps = [count / (ended - started) for count in counts], min(counts)
+        stolen = (stolen_s() - stolen) / (time.monotonic() - started)
+        rates = [rate / (1 - stolen) for rate in rates]
         after = [dict(self._switch.ports[host].bytes) for host in self._islands]
         moved = {
             way: statistics.mean(b[way] - a[way] for a, b in zip(before, after, strict=True)) / max(steps, 1)
             for way in ("up", "down")
         }
-        return Measured(arm, mbit, statistics.mean(rates), moved["up"], moved["down"], steps, cut_short=cut_short)
+        rate = statistics.mean(rates)
+        return Measured(arm, mbit, rate, moved["up"], moved["down"], steps, cut_short=cut_short, stolen=stolen)
+
+
+def stolen_s() -> float:
+    """Seconds for which the islands' cores were given to somebody else by the machine that this virtual one runs on: neither
+    Skerry nor training alone can use them."""
+    lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
+    ticks = {line[0]: int(line[8]) for line in lines if line[0].startswith("cpu") and len(line) > 8}
+    return statistics.mean(ticks.get(f"cpu{core}", 0) for core in ISLAND_CORES) / os.sysconf("SC_CLK_TCK")
 
 
 def steps_in(log: Path) -> list[tuple[float, int]]:
@@ -285,6 +299,7 @@ def described(window: Measured) -> str:
     sizes = f"{window.up_bytes / 1e3:9.1f} kB up, {window.down_bytes / 1e3:9.1f} kB down a step"
     speed = f"{window.steps_per_s:7.2f} of {window.alone_steps_per_s:6.2f} steps/s"
     more = "  cut short" if window.cut_short else ""
+    more += f"  ({100 * window.stolen:.1f}% stolen)" if window.stolen > 0.005 else ""
     return f"{window.arm:24s} {window.mbit:6.0f} Mbit/s  {speed}  {100 * window.share:5.1f}%  {sizes}{more}"
 
 
