@@ -185,7 +185,7 @@ def lost_answers_are_not_asked_for_again(patch: pytest.MonkeyPatch) -> None:
 
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     announced_before_it_is_stored: "was announced",
-    written_without_being_synced: "has not ended|lost|another one before",
+    written_without_being_synced: "has not ended|lost|another one before|the tape counts on it",
     a_counter_is_not_reset: "twice",
     contributions_count_again: "twice",
     a_wrong_weight: "a wrong weight",
