@@ -169,7 +169,7 @@ class Bench:
             self._switch.set(host, mbit, DELAY_S)
         settle(logs, STEPS_TO_SETTLE.get(arm) or ARMS[arm].every)
         before = [dict(self._switch.ports[host].bytes) for host in self._islands]
-        started, stolen = time.monotonic(), stolen_s()
+        started, stolen_before = time.monotonic(), stolen_s()
         cut_short = False
         if arm in WHOLE_STEPS:
             first = [steps_in(log)[-1] for log in logs]
@@ -185,7 +185,7 @@ class Bench:
             ended = time.monotonic()
             counts = [sum(started <= at < ended for at, _ in steps_in(log)) for log in logs]
             rates, steps = [count / (ended - started) for count in counts], min(counts)
-        stolen = (stolen_s() - stolen) / (time.monotonic() - started)
+        stolen = (stolen_s() - stolen_before) / (time.monotonic() - started)
         rates = [rate / (1 - stolen) for rate in rates]
         after = [dict(self._switch.ports[host].bytes) for host in self._islands]
         moved = {

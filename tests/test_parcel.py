@@ -14,7 +14,7 @@ from skerry.wire import seal
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL
 from skerry.wire.parcel import Parcel, pack, unpack
-from skerry.wire.service import _description
+from skerry.wire.service import parse_description
 
 HEADERS = [
     pb.BulkToSyncer(),
@@ -90,12 +90,12 @@ def test_what_is_cut_off_is_refused(data: bytes) -> None:
 
 def test_a_syncer_of_another_version_is_told_by_its_number() -> None:
     older = pb.RunDescription(protocol=5, run_id="run")
-    assert _description(older.SerializeToString()) == older
+    assert parse_description(older.SerializeToString()) == older
     newer = pb.RunDescription(protocol=99, run_id="run")
-    assert _description(seal.serialize(newer)) == newer
+    assert parse_description(seal.serialize(newer)) == newer
     with pytest.raises(DecodeError):
-        _description(pb.RunDescription(protocol=PROTOCOL).SerializeToString())
+        parse_description(pb.RunDescription(protocol=PROTOCOL).SerializeToString())
     ours = seal.serialize(pb.RunDescription(protocol=PROTOCOL, run_id="run"))
     for bit in range(8 * len(ours)):
         with pytest.raises(DecodeError):
-            _description(flipped(ours, bit))
+            parse_description(flipped(ours, bit))

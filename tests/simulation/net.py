@@ -17,7 +17,7 @@ from skerry.errors import WireError
 from skerry.wire import seal
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.parcel import Parcel, pack, unpack
-from skerry.wire.service import _description, _or_none
+from skerry.wire.service import or_none, parse_description
 
 NOTICED_S = (0.0, 0.0, 0.05, 1.0, 12.0)
 """How long after a stream broke one of its ends may go on as if nothing had happened."""
@@ -120,8 +120,8 @@ class Stub:
         await asyncio.sleep(net.delay(self._channel.island))
         if net.server is None:
             raise WireError("unavailable: nobody listens")
-        data = self._channel.net.perhaps_damaged(seal.serialize(await net.server.describe(request, None)))
-        return _or_none(_description)(data)
+        data = net.perhaps_damaged(seal.serialize(await net.server.describe(request, None)))
+        return or_none(parse_description)(data)
 
     def control(self) -> Call:
         return self._channel.open("control")
@@ -236,7 +236,7 @@ class Call:
         def arrive() -> None:
             if self._broken:
                 return
-            arrived = _or_none(unpack(kind) if self.method == "bulk" else seal.parser(kind))(data)
+            arrived = or_none(unpack(kind) if self.method == "bulk" else seal.parser(kind))(data)
             if way == "up" and arrived is not None:
                 self.net.on_up(self._session, _plain(arrived))
             (self._down if way == "down" else self._up).put_nowait(arrived)

@@ -45,7 +45,7 @@ class BulkService(Protocol):
     async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None: ...
 
 
-def _or_none(parse: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
+def or_none(parse: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
     def parse_if_possible(data: bytes) -> T | None:
         try:
             return parse(data)
@@ -55,7 +55,7 @@ def _or_none(parse: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
     return parse_if_possible
 
 
-def _description(data: bytes) -> pb.RunDescription:
+def parse_description(data: bytes) -> pb.RunDescription:
     """An older syncer has no seals, and is told by its number."""
     found = pb.RunDescription.FromString(data)
     if 0 < found.protocol < FIRST_SEALED and not found.HasField("seal"):
@@ -66,11 +66,11 @@ def _description(data: bytes) -> pb.RunDescription:
 def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
     handlers: dict[str, Any] = {
         "Describe": grpc.unary_unary_rpc_method_handler(service.describe, pb.DescribeRequest.FromString, seal.serialize),
-        "Control": grpc.stream_stream_rpc_method_handler(service.control, _or_none(seal.parser(pb.ToSyncer)), seal.serialize),
+        "Control": grpc.stream_stream_rpc_method_handler(service.control, or_none(seal.parser(pb.ToSyncer)), seal.serialize),
         "Bulk": _bulk_handler(service),
-        "Shard": grpc.stream_stream_rpc_method_handler(service.shard, _or_none(seal.parser(pb.FromShard)), seal.serialize),
+        "Shard": grpc.stream_stream_rpc_method_handler(service.shard, or_none(seal.parser(pb.FromShard)), seal.serialize),
         "Probe": grpc.stream_stream_rpc_method_handler(
-            service.probe, _or_none(pb.ProbeUp.FromString), pb.ProbeDown.SerializeToString
+            service.probe, or_none(pb.ProbeUp.FromString), pb.ProbeDown.SerializeToString
         ),
         "Tell": grpc.unary_unary_rpc_method_handler(service.tell, pb.TellRequest.FromString, pb.TellReply.SerializeToString),
         "Snapshot": grpc.unary_unary_rpc_method_handler(
@@ -89,7 +89,7 @@ def add_bulk_to_server(service: BulkService, server: grpc.aio.Server) -> None:
 
 
 def _bulk_handler(service: BulkService) -> Any:
-    return grpc.stream_stream_rpc_method_handler(service.bulk, _or_none(unpack(pb.BulkToSyncer)), pack)
+    return grpc.stream_stream_rpc_method_handler(service.bulk, or_none(unpack(pb.BulkToSyncer)), pack)
 
 
 class SyncerStub:
@@ -97,11 +97,11 @@ class SyncerStub:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.describe = channel.unary_unary(
-            f"/{_SERVICE}/Describe", pb.DescribeRequest.SerializeToString, _or_none(_description)
+            f"/{_SERVICE}/Describe", pb.DescribeRequest.SerializeToString, or_none(parse_description)
         )
-        self.control: Any = channel.stream_stream(f"/{_SERVICE}/Control", seal.serialize, _or_none(seal.parser(pb.ToLearner)))
-        self.bulk: Any = channel.stream_stream(f"/{_SERVICE}/Bulk", pack, _or_none(unpack(pb.BulkToLearner)))
-        self.shard: Any = channel.stream_stream(f"/{_SERVICE}/Shard", seal.serialize, _or_none(seal.parser(pb.ToShard)))
+        self.control: Any = channel.stream_stream(f"/{_SERVICE}/Control", seal.serialize, or_none(seal.parser(pb.ToLearner)))
+        self.bulk: Any = channel.stream_stream(f"/{_SERVICE}/Bulk", pack, or_none(unpack(pb.BulkToLearner)))
+        self.shard: Any = channel.stream_stream(f"/{_SERVICE}/Shard", seal.serialize, or_none(seal.parser(pb.ToShard)))
         self.probe = channel.stream_stream(f"/{_SERVICE}/Probe", pb.ProbeUp.SerializeToString, pb.ProbeDown.FromString)
         self.tell = channel.unary_unary(f"/{_SERVICE}/Tell", pb.TellRequest.SerializeToString, pb.TellReply.FromString)
         self.snapshot = channel.unary_unary(
