@@ -243,6 +243,7 @@ def _part(name: str) -> None:
 
 def _merging_part(name: str) -> None:
     _part(name)
+    from skerry.cores import cores
     from skerry.syncer.memory import keep_freed_memory
 
     keep_freed_memory()  # before torch and gRPC start threads
@@ -251,7 +252,7 @@ def _merging_part(name: str) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    torch.set_num_threads(max(1, min(MOST_MERGE_THREADS, (os.cpu_count() or 1) // 4)))
+    torch.set_num_threads(max(1, min(MOST_MERGE_THREADS, cores() // 4)))
 
 
 def _stopped_by_signal() -> asyncio.Event:

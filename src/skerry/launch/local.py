@@ -12,6 +12,7 @@ from skerry.chaos.plan import Plan
 from skerry.chaos.proxy import LinkProxy
 from skerry.chaos.teller import Teller
 from skerry.config import Config, from_json, to_json
+from skerry.cores import cores
 from skerry.errors import ConfigError
 from skerry.launch.processes import Child, free_port, skerry_command
 from skerry.launch.supervisor import Supervisor, Worker
@@ -148,7 +149,7 @@ def _threads_for_island(config: Config) -> dict[str, str]:
 
 
 def _say_what_starts(config: Config, folder: Path, resumed: bool) -> None:
-    from skerry.train.job import cores, island_threads, pick_device
+    from skerry.train.job import island_threads, pick_device
 
     count, device = config.islands.count, pick_device(config.islands.device)
     where = f"{count} islands x {island_threads(config)} thread{'s' if island_threads(config) > 1 else ''} on {cores()} cores"

@@ -18,6 +18,7 @@ from skerry.core.codec import FP32, byte_tensor, raw_bytes
 from skerry.core.fragment import Layout
 from skerry.core.fragment_codec import fragment_codec
 from skerry.core.merge import FragmentState, norms_of, publish
+from skerry.cores import cores
 from skerry.errors import WireError
 from skerry.syncer.desk import Desk
 from skerry.syncer.lane import MAX_NAME, Busy, Damaged, Lane, Receiving, first_message
@@ -66,6 +67,8 @@ class Bulk:
         """By learner and fragment."""
         self._last_sent: dict[tuple[str, int], tuple[int, int]] = {}
         """Checksum and steps of each learner's last contribution to each fragment."""
+        self._decoding = asyncio.Semaphore(cores())
+        """More at a time would only get in each other's way."""
         self.taking: set[asyncio.Task[None]] = set()
         """Contributions that are whole and being looked at, also if the lane they came on is gone."""
 
@@ -230,7 +233,9 @@ class Bulk:
     async def take(self, name: str, session: str, header: pb.Upload, assembly: Assembly) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
         numel = self._layout.fragments[header.fragment].numel
-        gathered, length = await asyncio.get_running_loop().run_in_executor(None, self._decode, header.fragment, assembly)
+        async with self._decoding:
+            loop = asyncio.get_running_loop()
+            gathered, length = await loop.run_in_executor(None, self._decode, header.fragment, assembly)
         # Much may have happened meanwhile.
         if len(self._last_sent) > MAX_REMEMBERED:
             self._last_sent.clear()  # names of learners that came and went; to forget the others costs one look

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +17,11 @@ from torch.optim import Optimizer
 
 from skerry.config import Config, TrainConfig
 from skerry.core.leases import Pool, Range
+from skerry.cores import cores
 from skerry.data.corpus import Corpus, load_corpus
 from skerry.data.windows import Windows
 from skerry.errors import ConfigError
 from skerry.models.gpt import GPT, build_gpt
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pick_device(name: str) -> torch.device:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from skerry.config import Config, from_json
+from skerry.cores import cores
 from skerry.data.corpus import Corpus, load_corpus
 from skerry.data.windows import validation_batches
 from skerry.metrics import MetricsWriter
@@ -117,7 +118,7 @@ def watch_run(folder: Path, poll_s: float = 0.5) -> None:
         standing = read_standing(folder)
     metrics.close()
     current.refresh()
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    torch.set_num_threads(max(1, cores() // 2))
     finish(
         folder, current.config, current.model, current.corpus, current.device,
         tokens=standing.tokens, step=standing.step, seconds=read_span_s(folder),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from skerry.core.checksum import checksum
 from skerry.core.fragment import Layout
 from skerry.core.vectors import empty_bytes
@@ -57,7 +59,8 @@ class Assembly:
             return  # what has come is not written again: somebody may be reading it
         if self._buffer is None:
             self._buffer = empty_bytes(self.size_bytes).data  # nothing is read of it before it was written
-        self._buffer[start : start + size] = data
+        # Not by the memoryview, which would hold the interpreter meanwhile.
+        np.copyto(np.frombuffer(self._buffer, np.uint8, size, start), np.frombuffer(data, np.uint8))
         self._missing.discard(number)
 
     @property
