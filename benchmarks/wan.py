@@ -5,11 +5,11 @@
 Islands (two by default) and a syncer, each in a network namespace of its own, with links of a given bandwidth and delay
 (benchmarks/wan/switch.py; needs root). All train the same model on the same data, one thread each. The islands have one half
 of the machine's cores, the syncer and the switch the other, as they would be on machines of their own. Utilisation is inner
-steps a second over those of islands that train beside each other without any network. Machines change their speed by more than
-what is to be seen here, so these train just before and just after each window that is compared with them, and --turns does all
-of it several times over: shares are means of the turns, with their standard error. Time that the host of a virtual machine took
-from the islands' cores counts for nobody. Bytes are those that the switch counted,
-with all headers, control messages and TLS. The data-parallel side is DistributedDataParallel over gloo, with gradients sent in
+steps a second over those of as many islands without any network. Machines change their speed by more than what is to be seen
+here, so both train at the same time, each half of them with one half of the islands' cores (benchmarks/wan/halves.py): what
+Skerry does beside training has to fit into its half, and what is not used while it waits is lost. --turns does all of it
+several times over: shares are means of the turns, with their standard error. Bytes are those that the switch counted, with all
+headers, control messages and TLS. The data-parallel side is DistributedDataParallel over gloo, with gradients sent in
 16 bits (as fp16: gloo does not offer bf16, which has the same size).
 """
 
@@ -21,7 +21,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent / "wan"))
 
 import torch
 import trustme
+from halves import Half, halves
 from switch import Switch, switched
 
 import skerry
@@ -58,7 +58,7 @@ ARMS: dict[str, SyncConfig | None] = {
 }
 
 
-STEPS_TO_SETTLE = {"alone": 2, "dp": 1}
+STEPS_TO_SETTLE = {"dp": 1}
 """Under new conditions, before anything is counted. Where fragments are exchanged every one of them is, once."""
 WHOLE_STEPS = {"dp": 4, "diloco": 2 * DECOUPLED.every, "streaming": 2 * DECOUPLED.every}
 """Those that wait for the network are measured over so many steps, and so over whole rounds, however long these take."""
@@ -77,10 +77,8 @@ class Measured:
     down_bytes: float
     steps: int
     alone_steps_per_s: float = math.nan
-    """Without any network, before and after."""
+    """Without any network, at the same time."""
     cut_short: bool = False
-    stolen: float = 0.0
-    """Share of the islands' cores that the machine around this one took, which steps_per_s leaves out."""
     """It took so long that no whole rounds were waited for."""
 
     @property
@@ -88,22 +86,10 @@ class Measured:
         return self.steps_per_s / self.alone_steps_per_s
 
 
-@dataclass
-class Running:
-    """The processes of one arm."""
-
-    processes: list[subprocess.Popen[bytes]]
-    logs: list[Path]
-    """In which islands write down their steps."""
-
-    def send(self, number: signal.Signals) -> None:
-        for process in self.processes:
-            process.send_signal(number)
-
-
 class Bench:
-    def __init__(self, switch: Switch, place: Path, islands: int, size: str, batch: int) -> None:
+    def __init__(self, switch: Switch, shares: tuple[Half, Half], place: Path, islands: int, size: str, batch: int) -> None:
         self._switch, self._place = switch, place
+        self._mine, self._others = shares
         self._islands = [f"island{index}" for index in range(islands)]
         config = Config(
             model=ModelConfig(size=size, context=128),
@@ -122,7 +108,8 @@ class Bench:
         self._runs = 0
 
     @contextlib.contextmanager
-    def running(self, arm: str) -> Iterator[Running]:
+    def running(self, arm: str) -> Iterator[list[Path]]:
+        """The files in which islands write down their steps."""
         self._runs += 1
         folder = self._place / f"run{self._runs}"
         folder.mkdir()
@@ -134,6 +121,8 @@ class Bench:
             with (folder / f"{host}.out").open("w") as output:
                 mine = OTHER_CORES if host == "syncer" else ISLAND_CORES
                 command = ["taskset", "-c", ",".join(map(str, mine)), *self._switch.command(host, sys.executable, *words)]
+                if host != "syncer":
+                    command = (self._others if arm == "alone" else self._mine).command(command)
                 processes.append(subprocess.Popen(command, stdout=output, stderr=output, env={**environment, **more}))
 
         for host in self._islands:
@@ -157,51 +146,46 @@ class Bench:
                     said = "\n".join(path.read_text()[-1500:] for path in folder.glob("*.out"))
                     raise SystemExit(f"{arm} did not start training:\n{said}")
                 time.sleep(0.2)
-            yield Running(processes, logs)
+            yield logs
         finally:
             for process in processes:
                 process.kill()
             for process in processes:
                 process.wait()
 
-    def measure(self, arm: str, logs: list[Path], mbit: float, seconds: float) -> Measured:
+    def measure(self, arm: str, logs: list[Path], alone: list[Path], mbit: float, seconds: float) -> Measured:
         for host in self._islands:
             self._switch.set(host, mbit, DELAY_S)
         settle(logs, STEPS_TO_SETTLE.get(arm) or ARMS[arm].every)
         before = [dict(self._switch.ports[host].bytes) for host in self._islands]
-        started, stolen_before = time.monotonic(), stolen_s()
+        started = counted_from = time.monotonic()
         cut_short = False
         if arm in WHOLE_STEPS:
-            first = [steps_in(log)[-1] for log in logs]
-            until = first[0][1] + WHOLE_STEPS[arm]
-            while time.monotonic() - started < LONGEST_WINDOW_S and min(steps_in(log)[-1][1] for log in logs) < until:
+            # From the end of one step to that of another, so that every round counts whole.
+            started = min(steps_in(log)[-1][0] for log in logs)
+            until = steps_in(logs[0])[-1][1] + WHOLE_STEPS[arm]
+            while not (done := min(steps_in(log)[-1][1] for log in logs) >= until):
+                if time.monotonic() - started > LONGEST_WINDOW_S:
+                    break
                 time.sleep(0.05)
-            last = [steps_in(log)[-1] for log in logs]
-            rates = [(b[1] - a[1]) / (b[0] - a[0]) if b > a else 0.0 for a, b in zip(first, last, strict=True)]
-            steps = last[0][1] - first[0][1]
-            cut_short = min(step for _, step in last) < until
+            cut_short = not done
         else:
             time.sleep(seconds)
-            ended = time.monotonic()
-            counts = [sum(started <= at < ended for at, _ in steps_in(log)) for log in logs]
-            rates, steps = [count / (ended - started) for count in counts], min(counts)
-        stolen = (stolen_s() - stolen_before) / (time.monotonic() - started)
-        rates = [rate / (1 - stolen) for rate in rates]
+        ended = time.monotonic()
         after = [dict(self._switch.ports[host].bytes) for host in self._islands]
-        moved = {
-            way: statistics.mean(b[way] - a[way] for a, b in zip(before, after, strict=True)) / max(steps, 1)
+        rate, alone_rate = (statistics.mean(rate_in(log, started, ended) for log in of) for of in (logs, alone))
+        steps = rate * (ended - counted_from)
+        up, down = (
+            statistics.mean(b[way] - a[way] for a, b in zip(before, after, strict=True)) / max(steps, 1.0)
             for way in ("up", "down")
-        }
-        rate = statistics.mean(rates)
-        return Measured(arm, mbit, rate, moved["up"], moved["down"], steps, cut_short=cut_short, stolen=stolen)
+        )
+        return Measured(arm, mbit, rate, up, down, round(steps), alone_rate, cut_short)
 
 
-def stolen_s() -> float:
-    """Seconds for which the islands' cores were given to somebody else by the machine that this virtual one runs on: neither
-    Skerry nor training alone can use them."""
-    lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
-    ticks = {line[0]: int(line[8]) for line in lines if line[0].startswith("cpu") and len(line) > 8}
-    return statistics.mean(ticks.get(f"cpu{core}", 0) for core in ISLAND_CORES) / os.sysconf("SC_CLK_TCK")
+def rate_in(log: Path, started: float, ended: float) -> float:
+    """Steps a second, of those that lie wholly in this time."""
+    found = [(at, step) for at, step in steps_in(log) if started <= at <= ended]
+    return (found[-1][1] - found[0][1]) / (found[-1][0] - found[0][0]) if len(found) > 1 else 0.0
 
 
 def steps_in(log: Path) -> list[tuple[float, int]]:
@@ -251,29 +235,17 @@ def measured(options: argparse.Namespace) -> tuple[dict[str, Any], list[Measured
     with contextlib.ExitStack() as opened:
         place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         switch = opened.enter_context(switched([*hosts, "syncer"]))
-        bench = Bench(switch, place, options.islands, options.size, options.batch)
+        shares = opened.enter_context(halves(len(ISLAND_CORES)))
+        bench = Bench(switch, shares, place, options.islands, options.size, options.batch)
         facts = {"parameters": bench.parameters, "delay_s": DELAY_S, "islands": options.islands}
-        free = opened.enter_context(bench.running("alone"))
-
-        def alone() -> float:
-            """These need no network, so they may be stopped and go on as if nothing had been."""
-            free.send(signal.SIGCONT)
-            try:
-                return bench.measure("alone", free.logs, 0.0, options.seconds).steps_per_s
-            finally:
-                free.send(signal.SIGSTOP)
-
-        before = alone()
-        print(f"{bench.parameters:,} parameters; alone {before:.2f} steps/s", flush=True)
+        alone = opened.enter_context(bench.running("alone"))
+        print(f"{bench.parameters:,} parameters", flush=True)
         for turn in range(options.turns):
             for arm in arms:
                 for mbit in sorted(bandwidths, reverse=True):
-                    with bench.running(arm) as running:
-                        window = bench.measure(arm, running.logs, mbit, options.seconds)
-                    after = alone()
-                    window.alone_steps_per_s, before = (before + after) / 2, after
-                    found.append(window)
-                    print(f"{turn + 1} of {options.turns}: {described(window)}", flush=True)
+                    with bench.running(arm) as logs:
+                        found.append(bench.measure(arm, logs, alone, mbit, options.seconds))
+                    print(f"{turn + 1} of {options.turns}: {described(found[-1])}", flush=True)
                     if options.out:
                         write(options.out, facts, found)
     return facts, found
@@ -288,7 +260,9 @@ def read(paths: list[Path]) -> tuple[dict[str, Any], list[Measured]]:
     found: list[Measured] = []
     for path in paths:
         saved = json.loads(path.read_text())
-        found += [Measured(**window) for window in saved.pop("found")]
+        # Files of earlier forms of this benchmark may say more.
+        names = {field.name for field in dataclasses.fields(Measured)}
+        found += [Measured(**{k: v for k, v in window.items() if k in names}) for window in saved.pop("found")]
         facts = facts or saved
         if saved != facts:
             raise SystemExit(f"{path} is of other islands than {paths[0]}")
@@ -299,7 +273,6 @@ def described(window: Measured) -> str:
     sizes = f"{window.up_bytes / 1e3:9.1f} kB up, {window.down_bytes / 1e3:9.1f} kB down a step"
     speed = f"{window.steps_per_s:7.2f} of {window.alone_steps_per_s:6.2f} steps/s"
     more = "  cut short" if window.cut_short else ""
-    more += f"  ({100 * window.stolen:.1f}% stolen)" if window.stolen > 0.005 else ""
     return f"{window.arm:24s} {window.mbit:6.0f} Mbit/s  {speed}  {100 * window.share:5.1f}%  {sizes}{more}"
 
 

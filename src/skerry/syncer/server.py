@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -46,7 +47,9 @@ from skerry.wire.parcel import Parcel
 from skerry.wire.service import add_to_server
 
 CONTROL_QUEUE = 4096
-PROGRESS_EVERY_S = 0.25
+PULSE_S = 0.25
+PROGRESS_EVERY_S = 1.0
+"""At least so often a learner hears how far the run is; more often where `silence_s` is short. A message costs it a millisecond."""
 METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
 MAX_LEAST = 1 << 20
@@ -516,12 +519,10 @@ class SyncerServer:
     async def pulse(self) -> None:
         """Tell learners how far the run is, write metrics and flush the tape, until cancelled."""
         metrics_at = 0.0
-        while True:
-            progress = progress_of(self.core)
-            for connection in list(self._connections.values()):
-                if not connection.told and not connection.outbox.half_full:
-                    connection.send(progress)
-                connection.told = False
+        pulses = max(1, int(min(PROGRESS_EVERY_S, self.sync.silence_s / 4) / PULSE_S))
+        for pulse in itertools.count():
+            if pulse % pulses == 0:
+                self._tell_progress()
             if self.clock.now() >= metrics_at:
                 metrics_at = self.clock.now() + METRICS_EVERY_S
                 self._write_summary()
@@ -532,7 +533,14 @@ class SyncerServer:
             if self.sync.snapshot_every_s and self.core.phase == "running" and self.clock.now() >= self._snapshot_at:
                 self._snapshot_at = math.inf
                 self._begin(self._take_snapshot())
-            await asyncio.sleep(PROGRESS_EVERY_S)
+            await asyncio.sleep(PULSE_S)
+
+    def _tell_progress(self) -> None:
+        progress = progress_of(self.core)
+        for connection in list(self._connections.values()):
+            if not connection.told and not connection.outbox.half_full:
+                connection.send(progress)
+            connection.told = False
 
     async def _flush(self) -> None:
         await self._tape.flush()
