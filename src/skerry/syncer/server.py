@@ -49,7 +49,7 @@ from skerry.wire.service import add_to_server
 CONTROL_QUEUE = 4096
 PULSE_S = 0.25
 PROGRESS_EVERY_S = 1.0
-"""So often at least a learner hears how far the run is; more often if `silence_s` is short. Each message costs it a millisecond."""
+"""So often a learner hears how far the run is; more often if `silence_s` is short. A message costs it a millisecond."""
 METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
 MAX_LEAST = 1 << 20
