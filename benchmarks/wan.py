@@ -7,17 +7,20 @@ Islands (two by default) and a syncer, each in a network namespace of its own, w
 of the machine's cores, the syncer and the switch the other, as they would be on machines of their own. Utilisation is inner
 steps a second over those of as many islands without any network. Machines change their speed by more than what is to be seen
 here, so both train at the same time, each half of them with one half of the islands' cores (benchmarks/wan/halves.py): what
-Skerry does beside training has to fit into its half, and what is not used while it waits is lost. --turns does all of it
-several times over: shares are means of the turns, with their standard error. Bytes are those that the switch counted, with all
-headers, control messages and TLS. The data-parallel side is DistributedDataParallel over gloo, with gradients sent in
-16 bits (as fp16: gloo does not offer bf16, which has the same size).
+Skerry does beside training has to fit into its half if there are not more cores than islands, and what is not used while it
+waits is lost. A window of decoupled training has whole rounds of H steps. --turns does all of it several times over: shares
+are means of the turns, with their standard error. Bytes are those that the switch counted, with all headers, control messages
+and TLS. The data-parallel side is DistributedDataParallel over gloo, with gradients sent in 16 bits (as fp16: gloo does not
+offer bf16, which has the same size).
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -80,6 +83,8 @@ class Measured:
     """Without any network, at the same time."""
     cut_short: bool = False
     """It took so long that no whole rounds were waited for."""
+    merged_every: float = math.nan
+    """Steps between two versions of a fragment."""
 
     @property
     def share(self) -> float:
@@ -109,7 +114,7 @@ class Bench:
 
     @contextlib.contextmanager
     def running(self, arm: str) -> Iterator[list[Path]]:
-        """The files in which islands write down their steps."""
+        """The files in which islands write down their steps. The run folder is beside them, if there is one."""
         self._runs += 1
         folder = self._place / f"run{self._runs}"
         folder.mkdir()
@@ -127,18 +132,18 @@ class Bench:
 
         for host in self._islands:
             self._switch.set(host, 0.0, DELAY_S)  # what is exchanged before training begins is not what is measured
+        logs: list[Path] = []
         sync = ARMS.get(arm)
-        if sync is not None:
-            way, address = "skerry", f"{self._switch.address('syncer')}:7070"
-            skerry.create(folder / "run", self._model, dataclasses.replace(sync, start_with=len(self._islands)))
-            keys = ("--cert", str(self._place / "syncer.pem"), "--key", str(self._place / "syncer.key"))
-            start("syncer", "-m", "skerry", "syncer", str(folder / "run"), "--address", address, *keys)
-        logs = []
-        for index, host in enumerate(self._islands):
-            logs.append(folder / f"{host}.steps")
-            words = (way, str(index), str(len(self._islands)), address, str(logs[-1]), str(self._place / "job.json"))
-            start(host, str(Path(__file__).parent / "wan" / "loop.py"), *words, SKERRY_TLS_CA=str(self._place / "ca.pem"))
         try:
+            if sync is not None:
+                way, address = "skerry", f"{self._switch.address('syncer')}:7070"
+                skerry.create(folder / "run", self._model, dataclasses.replace(sync, start_with=len(self._islands)))
+                keys = ("--cert", str(self._place / "syncer.pem"), "--key", str(self._place / "syncer.key"))
+                start("syncer", "-m", "skerry", "syncer", str(folder / "run"), "--address", address, *keys)
+            for index, host in enumerate(self._islands):
+                logs.append(folder / f"{host}.steps")
+                words = (way, str(index), str(len(self._islands)), address, str(logs[-1]), str(self._place / "job.json"))
+                start(host, str(Path(__file__).parent / "wan" / "loop.py"), *words, SKERRY_TLS_CA=str(self._place / "ca.pem"))
             deadline = time.monotonic() + 240
             while not all(log.exists() and len(steps_in(log)) >= 2 for log in logs):
                 ended = [process.args for process in processes if process.poll() is not None]
@@ -156,36 +161,52 @@ class Bench:
     def measure(self, arm: str, logs: list[Path], alone: list[Path], mbit: float, seconds: float) -> Measured:
         for host in self._islands:
             self._switch.set(host, mbit, DELAY_S)
-        settle(logs, STEPS_TO_SETTLE.get(arm) or ARMS[arm].every)
+        sync = ARMS[arm]
+        settle(logs, STEPS_TO_SETTLE.get(arm) or (sync.every if sync is not None else 1))
         before = [dict(self._switch.ports[host].bytes) for host in self._islands]
-        started = counted_from = time.monotonic()
-        cut_short = False
-        if arm in WHOLE_STEPS:
-            # From the end of one step to that of another, so that every round counts whole.
-            started = min(steps_in(log)[-1][0] for log in logs)
-            until = steps_in(logs[0])[-1][1] + WHOLE_STEPS[arm]
-            while not (done := min(steps_in(log)[-1][1] for log in logs) >= until):
-                if time.monotonic() - started > LONGEST_WINDOW_S:
-                    break
-                time.sleep(0.05)
-            cut_short = not done
-        else:
-            time.sleep(seconds)
+        started, started_at = time.monotonic(), time.time()
+        first = last = done_by_all(logs)
+        wanted, longest_s = WHOLE_STEPS.get(arm, 0), LONGEST_WINDOW_S + (seconds if arm not in WHOLE_STEPS else 0.0)
+        while time.monotonic() - started < longest_s:
+            last = done_by_all(logs)
+            if wanted and last >= first + wanted:
+                break
+            if not wanted and sync is not None and time.monotonic() - started >= seconds:
+                wanted = -(-(last + 1 - first) // sync.every) * sync.every
+            time.sleep(0.05)
         ended = time.monotonic()
         after = [dict(self._switch.ports[host].bytes) for host in self._islands]
         rate, alone_rate = (statistics.mean(rate_in(log, started, ended) for log in of) for of in (logs, alone))
-        steps = rate * (ended - counted_from)
+        steps = rate * (ended - started)
         up, down = (
             statistics.mean(b[way] - a[way] for a, b in zip(before, after, strict=True)) / max(steps, 1.0)
             for way in ("up", "down")
         )
-        return Measured(arm, mbit, rate, up, down, round(steps), alone_rate, cut_short)
+        window = Measured(arm, mbit, rate, up, down, round(steps), alone_rate, last < first + wanted)
+        if sync is not None:
+            records = map(json.loads, (logs[0].parent / "run" / "metrics.jsonl").read_text().splitlines())
+            merges = sum(one["kind"] == "merge" and one["at"] >= started_at for one in records)
+            window.merged_every = steps * sync.fragments / max(merges, 1)
+        return window
+
+
+def done_by_all(logs: list[Path]) -> int:
+    return min(steps_in(log)[-1][1] for log in logs)
 
 
 def rate_in(log: Path, started: float, ended: float) -> float:
-    """Steps a second, of those that lie wholly in this time."""
-    found = [(at, step) for at, step in steps_in(log) if started <= at <= ended]
-    return (found[-1][1] - found[0][1]) / (found[-1][0] - found[0][0]) if len(found) > 1 else 0.0
+    """Steps a second, with the parts of steps at both ends. What goes on at the end counts as one step at most, however long
+    it takes."""
+    ends = [at for at, _ in steps_in(log)]
+    longest_s = max(b - a for a, b in itertools.pairwise(ends[-10:]))
+
+    def done(moment: float) -> float:
+        number = bisect.bisect(ends, moment)
+        until = ends[number] if number < len(ends) else max(moment, ends[-1] + longest_s)
+        since = ends[number - 1] if number else moment
+        return number + (moment - since) / max(until - since, 1e-9)
+
+    return (done(ended) - done(started)) / (ended - started)
 
 
 def steps_in(log: Path) -> list[tuple[float, int]]:
@@ -237,7 +258,7 @@ def measured(options: argparse.Namespace) -> tuple[dict[str, Any], list[Measured
         switch = opened.enter_context(switched([*hosts, "syncer"]))
         shares = opened.enter_context(halves(len(ISLAND_CORES)))
         bench = Bench(switch, shares, place, options.islands, options.size, options.batch)
-        facts = {"parameters": bench.parameters, "delay_s": DELAY_S, "islands": options.islands}
+        facts = {"parameters": bench.parameters, "delay_s": DELAY_S, "islands": options.islands, "beside": True}
         alone = opened.enter_context(bench.running("alone"))
         print(f"{bench.parameters:,} parameters", flush=True)
         for turn in range(options.turns):
@@ -273,6 +294,7 @@ def described(window: Measured) -> str:
     sizes = f"{window.up_bytes / 1e3:9.1f} kB up, {window.down_bytes / 1e3:9.1f} kB down a step"
     speed = f"{window.steps_per_s:7.2f} of {window.alone_steps_per_s:6.2f} steps/s"
     more = "  cut short" if window.cut_short else ""
+    more += f"  merged every {window.merged_every:.1f}" if window.merged_every == window.merged_every else ""
     return f"{window.arm:24s} {window.mbit:6.0f} Mbit/s  {speed}  {100 * window.share:5.1f}%  {sizes}{more}"
 
 
@@ -293,7 +315,8 @@ def mean_of(windows: list[Measured]) -> Measured:
     speed = alone * mean("share")
     steps = sum(window.steps for window in windows)
     cut_short = any(window.cut_short for window in windows)
-    return Measured(windows[0].arm, windows[0].mbit, speed, mean("up_bytes"), mean("down_bytes"), steps, alone, cut_short)
+    moved = mean("up_bytes"), mean("down_bytes")
+    return Measured(windows[0].arm, windows[0].mbit, speed, *moved, steps, alone, cut_short, mean("merged_every"))
 
 
 def error_of(windows: list[Measured]) -> float | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,4 +47,15 @@ def halves(cores: int) -> Iterator[tuple[Half, Half]]:
         yield first, second
     finally:
         for folder in made:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """What was in it may take a moment to be gone."""
+    for _ in range(20):
+        try:
             folder.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+    print(f"{folder} is left, with processes that do not end", file=sys.stderr)

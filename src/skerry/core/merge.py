@@ -61,8 +61,8 @@ def weight(tokens: int, steps: int) -> float:
 
 
 BLOCK = 1 << 19
-"""Elements at a time: few enough to stay in the cache, and many, because threads contend for the interpreter between any two
-operations."""
+"""Elements at a time: few enough for the processor's caches, and many, because threads contend for the interpreter between
+any two operations."""
 ROW = 1 << 14
 """Elements that are summed up at a time. torch does that in one thread, so a sum does not depend on how many there are."""
 

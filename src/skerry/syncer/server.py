@@ -49,7 +49,7 @@ from skerry.wire.service import add_to_server
 CONTROL_QUEUE = 4096
 PULSE_S = 0.25
 PROGRESS_EVERY_S = 1.0
-"""So often a learner hears how far the run is; more often if `silence_s` is short. A message costs it a millisecond."""
+"""A learner hears how far the run is within twice this; sooner if `silence_s` is short. A message costs it a millisecond."""
 METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
 MAX_LEAST = 1 << 20
@@ -519,7 +519,7 @@ class SyncerServer:
     async def pulse(self) -> None:
         """Tell learners how far the run is, write metrics and flush the tape, until cancelled."""
         metrics_at = 0.0
-        pulses = max(1, int(min(PROGRESS_EVERY_S, self.sync.silence_s / 4) / PULSE_S))
+        pulses = max(1, int(min(PROGRESS_EVERY_S, self.sync.silence_s / 8) / PULSE_S))
         for pulse in itertools.count():
             if pulse % pulses == 0:
                 self._tell_progress()

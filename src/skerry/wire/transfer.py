@@ -108,7 +108,7 @@ class ControlStream:
             yield message
 
     def drop_if_silent(self, limit_s: float) -> None:
-        """The syncer says something every second, or more often. A stream can be dead without either end hearing of it."""
+        """The syncer says something every second or two. A stream can be dead without either end hearing of it."""
         silent_s = asyncio.get_running_loop().time() - self._heard_at
         if silent_s > limit_s:
             self._silent_s = silent_s
