@@ -65,7 +65,7 @@ STEPS_TO_SETTLE = {"dp": 1}
 """Under new conditions, before anything is counted. Where fragments are exchanged every one of them is, once."""
 WHOLE_STEPS = {"dp": 4, "diloco": 2 * DECOUPLED.every, "streaming": 2 * DECOUPLED.every}
 """Those that wait for the network are measured over so many steps, and so over whole rounds, however long these take."""
-LONGEST_WINDOW_S = 150
+LONGEST_WINDOW_S = 400
 
 
 @dataclass
