@@ -1,8 +1,7 @@
-"""What the syncer writes to `metrics.jsonl`, for people to look at. A disk that cannot take it must not stop the run."""
+"""What the syncer writes to `metrics.jsonl`, for people to look at."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 from skerry.clock import Clock
 from skerry.core import messages as m
 from skerry.core.syncer import SyncerCore
-from skerry.errors import StoreError
 from skerry.metrics import MetricsWriter
 
 EVENTS = ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed", "unhealthy",
@@ -44,18 +42,14 @@ class Diary:
     def close(self) -> None:
         self._writer.close()
 
-    def _note(self, kind: str, **fields: object) -> None:
-        with contextlib.suppress(StoreError):
-            self._writer.write(kind, **fields)
-
     def event(self, kind: str, data: dict[str, Any]) -> None:
         if kind in EVENTS:
             detail = ", ".join(f"{key} {value}" for key, value in data.items() if key not in ("learner", "session"))
-            self._note("event", what=kind.replace("_", " "), island=data.get("learner"), detail=detail)
+            self._writer.write("event", what=kind.replace("_", " "), island=data.get("learner"), detail=detail)
 
     def merged(self, order: m.Merge, seconds: float) -> None:
         total = sum(share.weight for share in order.shares)
-        self._note(
+        self._writer.write(
             "merge",
             fragment=order.fragment,
             version=order.version,
@@ -69,7 +63,7 @@ class Diary:
         """The run and every learner, as they are now."""
         now = self._clock.now()
         live = [learner for learner in core.learners.values() if learner.phase in ("training", "leaving")]
-        self._note(
+        self._writer.write(
             "run",
             phase=core.phase,
             step=core.step,
@@ -99,7 +93,7 @@ class Diary:
             connected = learner.name in vitals
             said = vitals.get(learner.name) or self._said.get(learner.name) or Vitals()
             self._said[learner.name] = said
-            self._note(
+            self._writer.write(
                 "island",
                 island=learner.name,
                 state={"leaving": "training", "gone": "left"}.get(learner.phase, learner.phase),
