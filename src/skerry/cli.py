@@ -179,11 +179,10 @@ def _parser() -> argparse.ArgumentParser:
     _tls_options(doctor)
     doctor.set_defaults(act=_doctor)
 
-    # Parts that `train` starts.
-    validator = commands.add_parser("validator")
-    validator.add_argument("run", type=Path)
+    validator = commands.add_parser("validator", help="validate a run's global model as it goes; skerry train starts one")
+    validator.add_argument("run", type=Path, help="the run folder")
     validator.set_defaults(act=_validator)
-    worker = commands.add_parser("worker")
+    worker = commands.add_parser("worker")  # a part that `train` starts
     worker.add_argument("run", type=Path)
     worker.add_argument("rank", type=int)
     worker.add_argument("port", type=int)
