@@ -264,7 +264,7 @@ class IslandsConfig:
     threads: int = 0
     """CPU threads of one island; 0 shares the machine's cores out."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one. Where there are several, `skerry train` gives them to
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one. If there are several, `skerry train` gives them to
     islands in turn, unless one is named."""
     regions: tuple[str, ...] = ()
     """Regions the islands that `skerry train` starts belong to, in turn; none by default."""
