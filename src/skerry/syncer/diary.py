@@ -32,6 +32,7 @@ class Vitals:
 class Diary:
     def __init__(self, folder: Path, clock: Clock) -> None:
         self._writer = MetricsWriter(folder / "metrics.jsonl")
+        self._closed = False
         self._clock = clock
         self._started = clock.now()
         self._counts: dict[str, tuple[float, int]] = {}
@@ -40,16 +41,21 @@ class Diary:
         """What was last written of each learner that was gone by then."""
 
     def close(self) -> None:
+        self._closed = True
         self._writer.close()
+
+    def _note(self, kind: str, **fields: object) -> None:
+        if not self._closed:  # what happens while the process ends need not be shown
+            self._writer.write(kind, **fields)
 
     def event(self, kind: str, data: dict[str, Any]) -> None:
         if kind in EVENTS:
             detail = ", ".join(f"{key} {value}" for key, value in data.items() if key not in ("learner", "session"))
-            self._writer.write("event", what=kind.replace("_", " "), island=data.get("learner"), detail=detail)
+            self._note("event", what=kind.replace("_", " "), island=data.get("learner"), detail=detail)
 
     def merged(self, order: m.Merge, seconds: float) -> None:
         total = sum(share.weight for share in order.shares)
-        self._writer.write(
+        self._note(
             "merge",
             fragment=order.fragment,
             version=order.version,
@@ -63,7 +69,7 @@ class Diary:
         """The run and every learner, as they are now."""
         now = self._clock.now()
         live = [learner for learner in core.learners.values() if learner.phase in ("training", "leaving")]
-        self._writer.write(
+        self._note(
             "run",
             phase=core.phase,
             step=core.step,
@@ -93,7 +99,7 @@ class Diary:
             connected = learner.name in vitals
             said = vitals.get(learner.name) or self._said.get(learner.name) or Vitals()
             self._said[learner.name] = said
-            self._writer.write(
+            self._note(
                 "island",
                 island=learner.name,
                 state={"leaving": "training", "gone": "left"}.get(learner.phase, learner.phase),
