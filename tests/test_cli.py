@@ -71,6 +71,10 @@ def test_settings_can_be_given_when_a_run_is_created_for_parts_by_hand(tmp_path:
     assert made.returncode == 0 and "training begins when 2 islands have joined" in made.stdout, made.stderr
     sync = read_identity(run).sync
     assert (sync.every, sync.start_with) == (12, 2)
+    before = (run / "config.json").read_bytes()
+    again = skerry("create", str(ROOT / "configs" / "default.toml"), str(run))
+    assert again.returncode == 1 and "already holds a run" in again.stderr
+    assert (run / "config.json").read_bytes() == before
 
 
 def test_a_syncer_on_every_interface_is_not_found_by_its_folder(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from skerry.chaos.teller import Teller
 from skerry.config import Config, from_json, to_json
 from skerry.cores import cores
 from skerry.durable import write_durably
-from skerry.errors import ConfigError, RunFailed
+from skerry.errors import ConfigError, RunFailed, StoreError
 from skerry.launch.processes import Child, free_port, skerry_command
 from skerry.launch.supervisor import Supervisor, Worker
 from skerry.wire.connection import TLS, split_address
@@ -125,6 +125,8 @@ def create_job(config: Config, folder: Path) -> None:
     from skerry.core.tensors import model_tensors
     from skerry.syncer.store import create_run
 
+    if (folder / "run.json").exists():
+        raise StoreError(f"{folder} already holds a run")  # before its settings are written over
     _, model = check_job(config)
     # First: a folder with settings but no run is one whose making was cut short, and is made anew.
     _make(folder, config)
