@@ -295,7 +295,7 @@ def described(window: Measured) -> str:
     speed = f"{window.steps_per_s:7.2f} of {window.alone_steps_per_s:6.2f} steps/s"
     more = "  cut short" if window.cut_short else ""
     more += f"  merged every {window.merged_every:.1f}" if window.merged_every == window.merged_every else ""
-    return f"{window.arm:24s} {window.mbit:6.0f} Mbit/s  {speed}  {100 * window.share:5.1f}%  {sizes}{more}"
+    return f"{window.arm:24s} {window.mbit:6g} Mbit/s  {speed}  {100 * window.share:5.1f}%  {sizes}{more}"
 
 
 def in_groups(found: list[Measured]) -> list[list[Measured]]:
@@ -339,6 +339,7 @@ def bars(found: list[Measured]) -> list[dict[str, object]]:
             if windows := by.get((arm, dp.mbit)):
                 mine, error = mean_of(windows), error_of(windows)
                 more = {"standard_error": None if error is None else round(error, 4), "turns": len(windows), **at}
+                more["merged_every"] = round(mine.merged_every, 1)  # a link that is full stretches H
                 ok = mine.share >= 0.95
                 lines.append({"bar": f"utilisation, {arm}", "value": round(mine.share, 4), "target": 0.95, "ok": ok, **more})
                 times = mine.share / dp.share

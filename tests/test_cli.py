@@ -14,10 +14,11 @@ import pytest
 import torch
 from islands import poll, tape
 
-from skerry.config import Config, ModelConfig, load
+from skerry.config import Config, IslandsConfig, ModelConfig, load
+from skerry.launch import local
 from skerry.launch.local import create_job
 from skerry.models.gpt import build_gpt
-from skerry.syncer.run_folder import read_model
+from skerry.syncer.run_folder import read_identity, read_model
 from skerry.train import island as island_module
 from skerry.train.job import lr_factor
 from skerry.train.validate import save_model
@@ -61,6 +62,49 @@ def test_bad_input_gets_one_clear_line_and_leaves_nothing_behind(tmp_path: Path,
     assert found.stderr.startswith("skerry: ") and found.stderr.count("\n") == 1, found.stderr
     assert message in found.stderr
     assert not run.exists()
+
+
+def test_settings_can_be_given_when_a_run_is_created_for_parts_by_hand(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ("--islands.count", "2", "--model.layers", "1", "--sync.every", "12")
+    made = skerry("create", str(ROOT / "configs" / "default.toml"), str(run), *settings)
+    assert made.returncode == 0 and "training begins when 2 islands have joined" in made.stdout, made.stderr
+    sync = read_identity(run).sync
+    assert (sync.every, sync.start_with) == (12, 2)
+    before = (run / "config.json").read_bytes()
+    again = skerry("create", str(ROOT / "configs" / "default.toml"), str(run))
+    assert again.returncode == 1 and "already holds a run" in again.stderr
+    assert (run / "config.json").read_bytes() == before
+
+
+def test_a_syncer_on_every_interface_is_not_found_by_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "address").write_text("0.0.0.0:7070\n")
+    found = skerry("close", str(tmp_path))
+    assert found.returncode == 2 and "give the name in its certificate, NAME:7070" in found.stderr
+
+
+def test_what_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = skerry("train", "--run", str(tmp_path / "file" / "run"))
+    assert found.returncode == 1 and found.stderr.startswith("skerry: ") and found.stderr.count("\n") == 1, found.stderr
+
+
+@pytest.mark.parametrize(
+    "device, gpus, visible, expected",
+    [("auto", 4, None, ["0", "1", "2", "3"]), ("cuda", 2, "5,7", ["5", "7"]), ("cuda:1", 4, None, []), ("auto", 1, None, []),
+     ("auto", 0, None, []), ("cpu", 4, None, [])],
+)  # fmt: skip
+def test_islands_take_the_gpus_of_a_machine_in_turn(monkeypatch, device: str, gpus: int, visible: str | None, expected) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = Config(islands=IslandsConfig(device=device, count=3))
+    assert local._gpus(config) == expected
+    parts = local._parts(config, Path("run"), "127.0.0.1:1", {f"island-{n}": "127.0.0.1:1" for n in range(3)})
+    given = [w.child._environment.get("CUDA_VISIBLE_DEVICES") for w in parts if w.child.name.startswith("island-")]
+    assert given == [expected[n % len(expected)] if expected else None for n in range(3)]
 
 
 def test_unknown_key_in_a_file_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
+import typing
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from skerry.config import SyncConfig
+from skerry.config import CodecName, SyncConfig
 from skerry.core import block_codecs, topk_codec
 from skerry.core.block_codecs import BLOCK
 from skerry.core.checksum import checksum
@@ -110,6 +113,23 @@ def test_the_checksum_is_the_lower_half_of_xxh3() -> None:
 def test_a_checksum_that_goes_on_from_another_depends_on_both() -> None:
     found = {checksum(second, checksum(first)) for first in (b"", b"a", b"b") for second in (b"", b"a", b"b")}
     assert len(found) == 9
+
+
+def test_the_default_type_of_a_loop_does_not_matter() -> None:
+    """Models are often made in bf16 by changing it, before anything of ours is imported."""
+    names = typing.get_args(CodecName)
+    code = (
+        "import torch\ntorch.set_default_dtype(torch.bfloat16)\nfrom skerry.core.checksum import checksum\n"
+        "from skerry.core.codec import codec, raw_bytes\n"
+        "vector = torch.sin(torch.arange(10_000, dtype=torch.float32))\n"
+        f"for name in {names!r}:\n"
+        "    data = codec(name).encode(vector)\n"
+        "    found = codec(name).decode(data, 10_000)\n"
+        "    print(name, checksum(raw_bytes(data)), checksum(raw_bytes(found.contiguous())), found.dtype)\n"
+    )
+    plain = code.replace("torch.set_default_dtype(torch.bfloat16)", "")
+    said = [subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True).stdout for c in (code, plain)]
+    assert said[0] == said[1] and said[0].count("\n") == len(names)
 
 
 def test_an_unknown_codec_is_named_with_those_there_are() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -114,6 +115,41 @@ def test_what_breaks_in_the_middle_is_finished_and_not_begun_again(folder: Path,
     merges = len(tape(folder, "merged"))
     assert link.sent.total_bytes < whole * (merges + 2), "what had arrived was not sent again"
     assert link.received.total_bytes < whole * (merges + 3), "nor fetched again, nor twice at once"
+
+
+def test_what_a_learner_tells_with_a_contribution_is_written_down_whichever_part_comes_first(
+    tmp_path: Path, start_syncer
+) -> None:
+    """It goes with the first part alone, and parts on several connections overtake each other."""
+    model = nn.Linear(1024, 2048, bias=False)
+    folder = skerry.create(tmp_path / "run", model, SyncConfig(fragments=1, every=1, overlap=0, outer_lr=1.0))
+    syncer = start_syncer(folder)
+    journal = {"from": 0, "upto": 1, "adopted": [], "tokens": [], "gaps": [], "data": []}
+
+    async def scenario() -> None:
+        async with RawLearner(syncer.address, model, 1) as raw:
+            await raw.join()
+            header, data = raw.contribution(await raw.next_ask())
+
+            def part(number: int, journal_json: str = "") -> pb.BulkToSyncer:
+                message = pb.BulkToSyncer(upload=header, chunk=bytes(chunk(memoryview(data), number)))
+                message.upload.first_chunk, message.upload.journal_json = number, journal_json
+                return message
+
+            async with raw.lane() as sooner, raw.lane() as later:
+                for number in range(1, count_chunks(len(data))):
+                    await sooner.write(part(number))
+                question = pb.BulkToSyncer(upload=header)
+                question.upload.resume = True
+                await sooner.write(question)
+                assert list((await sooner.read()).reply.missing) == [0, 1]
+                await later.write(part(0, json.dumps(journal)))
+                assert (await later.read()).reply.accepted
+            await raw.receive("announce")
+
+    asyncio.run(scenario())
+    syncer.stop()
+    assert [(entry["learner"], entry["upto"]) for entry in tape(folder, "journal")] == [("raw", 1)]
 
 
 def test_a_syncer_says_what_is_missing_and_takes_the_rest_on_any_lane(tmp_path: Path, start_syncer) -> None:

@@ -42,6 +42,7 @@ from skerry.core.exchange import Question
 from skerry.core.fragment import split
 from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, WireError
+from skerry.learner import link as links
 from skerry.learner.replica import Replica
 from skerry.learner.workers import DaemonWorkers
 from skerry.syncer.run_folder import read_identity, read_model, read_standing
@@ -1123,6 +1124,126 @@ def test_weights_that_were_given_other_memory_end_training_with_a_word(folder: P
         learner.leave(timeout_s=60)
 
 
+class Smoothed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(6, 1)
+        self.register_buffer("level", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.level
+
+
+def reassigned(model: nn.Module) -> None:
+    model.level = model.level * 0.9 + 0.1
+
+
+def loaded_anew(model: nn.Module) -> None:
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("replace", [reassigned, loaded_anew])
+def test_tensors_that_were_replaced_end_training_with_a_word(folder: Path, start_syncer, replace) -> None:
+    """What stands in the model's place of them would be neither sent nor changed."""
+    skerry.create(folder, Smoothed(), DECOUPLED)
+    model = Smoothed()
+    optimizer = sgd(model)
+    learner = join(start_syncer(folder).address, model, optimizer)
+    train_until(lambda: min(versions(folder)) >= 1, model, optimizer)
+    replace(model)
+    with pytest.raises(ConfigError, match="(level|inner.weight|inner.bias) was replaced by another tensor after join"):
+        train_until(lambda: min(versions(folder)) >= 100, model, optimizer)
+    with pytest.raises(ConfigError, match="replaced"):
+        learner.leave(timeout_s=60)
+
+
+def test_what_is_trained_and_not_exchanged_is_told(folder: Path, start_syncer, caplog: pytest.LogCaptureFixture) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model, beside = small_model(), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *beside.parameters()], lr=0.01)
+    with join(start_syncer(folder).address, model, optimizer):
+        assert "2 of 8 trained tensors are not in the model that joined" in caplog.text
+
+
+def test_a_model_of_several_ranks_cannot_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(small_model())
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+        with pytest.raises(ConfigError, match="an island is one process"):
+            skerry.join("127.0.0.1:1", torch.compile(wrapped, backend="eager"), sgd(wrapped), timeout_s=0.1)
+    finally:
+        monkeypatch.undo()
+        torch.distributed.destroy_process_group()
+
+
+def test_leaving_comes_before_the_optimizers_state_is_kept(folder: Path, start_syncer, tmp_path: Path, monkeypatch) -> None:
+    """To write it may take longer than there is time for a goodbye."""
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    optimizer = adamw(model)
+    learner = join(start_syncer(folder).address, model, optimizer, keep=tmp_path)
+    train_until(lambda: min(versions(folder)) >= 1, model, optimizer)
+    real, heard = learner._courier.keep_now, []
+
+    def keep_now() -> None:
+        heard.append(learner._link.goodbye)
+        real()
+
+    monkeypatch.setattr(learner._courier, "keep_now", keep_now)
+    learner.leave(timeout_s=60)
+    assert len(heard) == 1 and heard[0], "the goodbye had come"
+    assert list(tmp_path.glob("*.safetensors"))
+
+
+def test_tensors_nobody_trains_are_put_in_place_once(folder: Path, start_syncer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch that was begun twice may end when training has begun, which then has these tensors in its graphs."""
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    with join(start_syncer(folder).address, model, sgd(model)) as learner:
+        loaded: list[object] = []
+        monkeypatch.setattr(learner._replica, "load_fixed", loaded.append)
+        link = learner._link
+        asyncio.run_coroutine_threadsafe(link._transfers.fetch_fixed(DECOUPLED.fragments), link._loop).result(30)
+        assert not loaded
+
+
+def test_certificates_that_cannot_be_read_for_a_moment_do_not_end_an_island(
+    folder: Path, start_syncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    syncer = start_syncer(folder)
+    model = small_model()
+    optimizer = sgd(model)
+    learner = join(syncer.address, model, optimizer)
+    real, failures = links.open_channel, iter(range(3))
+
+    def open_channel(*arguments: Any) -> Any:
+        if next(failures, None) is not None:
+            raise ConfigError("TLS cert file island.pem cannot be read: Permission denied")
+        return real(*arguments)
+
+    monkeypatch.setattr(links, "open_channel", open_channel)
+    syncer.stop()
+    start_syncer(folder, syncer.port)
+    merged = min(versions(folder))
+    train_until(lambda: min(versions(folder)) >= merged + 2, model, optimizer)
+    assert next(failures, None) is None and learner.failure is None
+    learner.leave(timeout_s=60)
+
+
+def test_an_island_whose_link_is_too_thin_for_the_run_says_so(
+    folder: Path, start_syncer, caplog: pytest.LogCaptureFixture
+) -> None:
+    skerry.create(folder, small_model(), DECOUPLED)
+    model = small_model()
+    with join(start_syncer(folder).address, model, sgd(model)) as learner:
+        for _ in range(12):
+            learner._link._transfers._came_too_late(1)
+    assert caplog.text.count("versions of fragment 1 are replaced before they have come, 5 times in a row") == 1
+
+
 def test_nothing_is_read_while_weights_are_held(folder: Path, start_syncer, monkeypatch: pytest.MonkeyPatch) -> None:
     skerry.create(folder, small_model(), DECOUPLED)
     model = small_model()
@@ -1199,7 +1320,9 @@ def test_what_is_waited_for_is_the_end_of_a_step_and_nothing_that_came_after() -
     assert end.waited and not later.waited
 
 
-def test_layers_that_thaw_while_training_do_not_keep_an_island_from_coming_back(folder: Path, start_syncer) -> None:
+def test_layers_that_thaw_while_training_do_not_keep_an_island_from_coming_back(
+    folder: Path, start_syncer, caplog: pytest.LogCaptureFixture
+) -> None:
     def frozen() -> nn.Sequential:
         model = small_model()
         model[0].requires_grad_(False)
@@ -1218,6 +1341,7 @@ def test_layers_that_thaw_while_training_do_not_keep_an_island_from_coming_back(
     train_until(lambda: min(versions(folder)) >= merged + 2, model, optimizer)
     assert learner.failure is None
     learner.leave(timeout_s=30)
+    assert caplog.text.count("0.weight and 1 more had no gradients at join, so only this island trains it") == 1
 
 
 def test_a_count_may_be_any_integer(folder: Path, start_syncer) -> None:

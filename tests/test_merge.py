@@ -14,6 +14,7 @@ from torch import Tensor
 
 from skerry.core.fragment import Layout, Rule, TensorSpec, split
 from skerry.core.merge import BLOCK, ROW, FragmentState, mean, merge, nesterov, norm, norms_of, radial_mean, weight
+from skerry.core.messages import Merge, Share
 
 
 def vectors(count: int, numel: int, seed: int = 0) -> list[Tensor]:
@@ -238,6 +239,30 @@ def test_running_statistics_are_those_of_the_islands_in_the_merge_however_few(pr
     statistic = torch.cat([torch.full((p.numel,), layout.tensors[p.tensor].rule == "average") for p in fragment.pieces])
     close(state.values[statistic], reference_mean([member[statistic] for member in members], [1.0, 3.0]))
     assert not state.momentum[statistic].any()
+
+
+def test_a_member_on_an_older_version_says_nothing_of_running_statistics() -> None:
+    """The variance fell from 1 to 0.3. To subtract what one on the old version saw of that once more would make it negative."""
+    layout = layout_of(("average", (4,)), ("mean", (1, 2)))
+    [fragment] = layout.fragments
+    [first] = [index for index, piece in enumerate(fragment.pieces) if layout.tensors[piece.tensor].rule == "average"]
+    offset = sum(piece.numel for piece in fragment.pieces[:first])
+    here, there = slice(offset, offset + 4), torch.ones(6, dtype=torch.bool)
+    there[here] = False
+    base = torch.full((6,), 0.3)
+    stale, fresh = torch.full((6,), 1.0 - 0.3), torch.full((6,), 0.3 - 0.2)
+    settings = {"radial": True, "lr": 1.0, "momentum": 0.0}
+    both = merge(layout, fragment, plain(base), [stale, fresh], [3.0, 1.0], fresh=[False, True], **settings)
+    close(both.values[here], torch.full((4,), 0.2).double().numpy())
+    close(both.values[there], (base - 0.75 * stale - 0.25 * fresh)[there].double().numpy())
+    alone = merge(layout, fragment, plain(base), [stale], [3.0], fresh=[False], **settings)
+    assert torch.equal(alone.values[here], base[here])
+    close(alone.values[there], (base - stale)[there].double().numpy())
+
+
+def test_an_order_says_which_contributions_are_fresh() -> None:
+    shares = tuple(Share(f"island-{base}", base, 1, 1, 1.0) for base in (3, 4, 2, 4))
+    assert Merge(0, 5, 10, shares, 0.5, 0.8, 1.0).fresh == (False, True, False, True)
 
 
 def test_a_merge_leaves_the_state_it_started_from_alone() -> None:

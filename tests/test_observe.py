@@ -144,8 +144,8 @@ def test_a_writer_begins_on_a_full_disk_that_tore_the_last_line(tmp_path: Path, 
 
     monkeypatch.setattr(os, "write", full)
     writer = MetricsWriter(path)
-    with pytest.raises(StoreError, match="No space left"):
-        writer.write("run", step=3)
+    writer.write("run", step=3)
+    assert writer.dropped == 1
     monkeypatch.setattr(os, "write", write)
     writer.write("run", step=4)
     writer.close()

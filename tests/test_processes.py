@@ -165,6 +165,29 @@ def test_islands_step_on_and_nothing_merged_is_lost_when_the_syncer_is_killed(st
         assert alone and alone[0] > 0, "islands trained on while the syncer was away"
 
 
+def test_a_syncer_that_is_told_to_stop_is_started_again_and_islands_train_on(start_run) -> None:
+    """By an operator, or by what looks after a machine's memory. It ends well, but the run has not."""
+    tokens = 1_000_000
+    run = start_run(tokens)
+    run.until(lambda: run.run_tokens() > 0.05 * tokens, "the run to get going")
+    before = run.versions()
+    os.kill(run.part("syncer").pid, signal.SIGTERM)
+    run.until(lambda: run.count("syncer restarted", "syncer"), "the syncer to be started again")
+    run.until(lambda: min(newest - before[fragment] for fragment, newest in run.versions().items()) > 0, "merging to go on")
+    assert_learned(run.finish(), tokens, loss=4.8)
+    assert not any(run.count("killed", f"island-{island}") for island in range(3))
+
+
+@pytest.mark.parametrize("algorithm", ["decoupled", "dp"])
+def test_a_run_that_goes_on_is_not_touched_by_the_same_command(start_run, algorithm: str) -> None:
+    run = start_run(300_000, 2, "--algorithm", algorithm)
+    run.until(lambda: run.run_tokens() > 0, "the run to get going")
+    again = start_run(300_000, 2, "--algorithm", algorithm)
+    assert again.process.wait(60) == 1
+    assert "is being run by another skerry train" in again.output
+    assert run.finish()["tokens"] >= 300_000
+
+
 def test_a_killed_shard_stops_only_its_fragments_and_a_killed_syncer_finds_its_shards_again(start_run) -> None:
     tokens = 1_000_000
     run = start_run(tokens, 3, "--islands.shards", "2")

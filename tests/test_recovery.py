@@ -100,6 +100,36 @@ def test_restored_state_lies_in_memory_as_the_parameters_do() -> None:
             assert fresh.state[parameter][key].stride() == value.stride()
 
 
+class Running(torch.optim.SGD):
+    """Keeps a number in its parameter group, as some optimizers that find their own rate do."""
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+        for group in self.param_groups:
+            group["distance"] = group.get("distance", 0.0) * 0.5 + 1.0
+        return super().step(closure)
+
+
+def running(model: nn.Module) -> Running:
+    optimizer = Running(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer.param_groups[0]["distance"] = 0.0
+    return optimizer
+
+
+def test_running_numbers_of_a_parameter_group_come_along_and_those_of_the_loop_do_not() -> None:
+    model = small_model()
+    optimizer = running(model)
+    state = state_of(model, [optimizer])
+    train(model, [optimizer], batches(0, 3))
+    optimizer.param_groups[0]["lr"] = 7e-3  # by a schedule
+    fresh = running(model)
+    state_of(model, [fresh]).restore([state.pack_all()])
+    [group] = fresh.param_groups
+    assert group["distance"] == optimizer.param_groups[0]["distance"] == 1.75
+    assert (group["lr"], group["momentum"]) == (1e-2, 0.9)
+    with pytest.raises(WireError, match="another optimizer: 0/group-0 has distance"):
+        state_of(model, [torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)]).restore([state.pack_all()])
+
+
 def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     model = small_model()
     optimizer = adamw(model)

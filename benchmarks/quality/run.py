@@ -143,6 +143,7 @@ def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
         run.load_global()
         line.update(
             tokens=run.core.tokens,
+            steps=run.core.step,
             merges=run.core.merges,
             mean_members=sum(run.members) / max(len(run.members), 1),
             mean_age=sum(age * count for age, count in run.ages.items()) / max(run.ages.total(), 1),

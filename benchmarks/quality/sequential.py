@@ -466,6 +466,7 @@ class SequentialRun:
             lr=1.0 if rule == "delayed" else lr,
             momentum=0.0 if rule == "delayed" else momentum,
             presence=presence,
+            fresh=order.fresh,
         )
         if rule == "delayed":
             after = self._delayed_step(order, before, before.values - after.values, lr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -15,10 +16,15 @@ from skerry.errors import ConfigError, SkerryError
 if TYPE_CHECKING:
     import asyncio
 
+    from skerry.config import Config
     from skerry.wire.connection import TLS
 
 MOST_MERGE_THREADS = 4
 """Of one merge, on a machine with four times as many cores."""
+
+STOPPED = 143
+"""As if by the signal, so that whoever looks after a process that was told to stop before its run ended starts it again."""
+EVERY_INTERFACE = ("0.0.0.0", "::", "[::]")
 
 _TRAIN_USAGE = """usage: skerry train [CONFIG.toml] [--SETTING VALUE ...] [--chaos PLAN] [--proxy]
 
@@ -51,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Whoever read our output has gone; point it elsewhere so that the interpreter's last flush does not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except OSError as error:  # a disk that is full, a folder that may not be written
+        print(f"skerry: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -81,15 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     shard.set_defaults(act=_shard)
 
     create = commands.add_parser("create", help="make a run folder from a configuration, for syncer and learner by hand")
+    create.usage = "skerry create [-h] CONFIG RUN [--SETTING VALUE ...]"
     create.add_argument("config", type=Path, help="a configuration file")
     create.add_argument("run", type=Path, help="the run folder to make")
+    create.add_argument("settings", nargs=argparse.REMAINDER, help="any setting, as for skerry train: --islands.count 2")
     create.set_defaults(act=_create)
 
     learner = commands.add_parser("learner", help="run one island of a job; the syncer tells it what the job is")
     learner.add_argument("address", help="host:port of the syncer")
     learner.add_argument("--name", help="keep it the same when the island is restarted (default: host and process)")
     learner.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: as the job says)")
-    learner.add_argument("--threads", type=int, help="CPU threads (default: as the job says)")
+    learner.add_argument("--threads", type=int, help="CPU threads (default: as the job says, or all cores)")
     learner.add_argument("--region", default="", help="where this island is, for data that is pinned to a region")
     learner.add_argument("--cap-mbit", type=float, help="Mbit/s this island may use each way; by default as the run says")
     learner.add_argument("--keep", help="a folder for the optimizer's state, for when the island is restarted on this machine")
@@ -168,11 +179,10 @@ def _parser() -> argparse.ArgumentParser:
     _tls_options(doctor)
     doctor.set_defaults(act=_doctor)
 
-    # Parts that `train` starts.
-    validator = commands.add_parser("validator")
-    validator.add_argument("run", type=Path)
+    validator = commands.add_parser("validator", help="validate a run's global model as it goes; skerry train starts one")
+    validator.add_argument("run", type=Path, help="the run folder")
     validator.set_defaults(act=_validator)
-    worker = commands.add_parser("worker")
+    worker = commands.add_parser("worker")  # a part that `train` starts
     worker.add_argument("run", type=Path)
     worker.add_argument("rank", type=int)
     worker.add_argument("port", type=int)
@@ -207,15 +217,19 @@ def _train(arguments: list[str]) -> None:
     config = Config()
     if arguments and not arguments[0].startswith("-"):
         config = load(Path(arguments.pop(0)))
-    if arguments:
-        import tyro
-
-        if arguments == ["--settings"]:
-            arguments = ["--help"]
-        config = tyro.cli(Config, default=config, args=arguments, prog="skerry train")
+    config = _with_settings(config, ["--help"] if arguments == ["--settings"] else arguments, "skerry train")
     from skerry.launch.local import run_here
 
     run_here(config, plan, proxy)
+
+
+def _with_settings(config: Config, given: list[str], prog: str) -> Config:
+    """With those of the command line in place of the file's."""
+    if not given:
+        return config
+    import tyro
+
+    return tyro.cli(type(config), default=config, args=given, prog=prog)
 
 
 def _take_chaos(arguments: list[str]) -> tuple[list[str], str | None, bool]:
@@ -283,7 +297,8 @@ def _syncer(options: argparse.Namespace) -> None:
         host = options.address.rpartition(":")[0]
 
         def listening(port: int) -> None:
-            (options.run / "address").write_text(f"{host}:{port}\n")
+            with contextlib.suppress(OSError):  # a disk that is full; whoever needs it can be told the address
+                (options.run / "address").write_text(f"{host}:{port}\n")
             print(f"serving {options.run} on {host}:{port}", flush=True)
 
         ended = await run_syncer(
@@ -294,7 +309,10 @@ def _syncer(options: argparse.Namespace) -> None:
             stop=_stopped_by_signal(),
             shards=options.shards,
         )
-        print("the run has ended" if ended else "stopped; the run goes on when a syncer is started on this folder again")
+        if not ended:
+            print("stopped; the run goes on when a syncer is started on this folder again")
+            raise SystemExit(STOPPED)
+        print("the run has ended")
 
     asyncio.run(serve())
 
@@ -310,7 +328,7 @@ def _shard(options: argparse.Namespace) -> None:
     if options.advertise:
         split_address(options.advertise)
     tls = _tls(options)
-    if host in ("0.0.0.0", "::") and not options.advertise:
+    if host in EVERY_INTERFACE and not options.advertise:
         raise ConfigError(f"islands cannot reach {options.address}; say with --advertise where they can")
 
     async def serve() -> None:
@@ -327,7 +345,7 @@ def _shard(options: argparse.Namespace) -> None:
         )
         if not ended:
             print("stopped; its fragments wait for another process of this number")
-            raise SystemExit(143)  # as if by the signal, so that whoever looks after it starts it again
+            raise SystemExit(STOPPED)
         print("the run has ended")
 
     asyncio.run(serve())
@@ -339,8 +357,10 @@ def _create(options: argparse.Namespace) -> None:
     from skerry.config import load
     from skerry.launch.local import create_job
 
-    create_job(dataclasses.replace(load(options.config), run=str(options.run)).resolved(), options.run)
-    print(f"made {options.run}; serve it with: skerry syncer {options.run}")
+    config = _with_settings(load(options.config), options.settings, "skerry create CONFIG RUN")
+    create_job(dataclasses.replace(config, run=str(options.run)).resolved(), options.run)
+    waits = f"training begins when {config.islands.count} islands have joined"
+    print(f"made {options.run}; serve it with: skerry syncer {options.run}; {waits}")
 
 
 def _learner(options: argparse.Namespace) -> None:
@@ -349,6 +369,7 @@ def _learner(options: argparse.Namespace) -> None:
     import socket
 
     from skerry.chaos.inflicted import Inflicted
+    from skerry.cores import cores
     from skerry.train.island import run_island
     from skerry.wire.client import describe_job
 
@@ -357,8 +378,8 @@ def _learner(options: argparse.Namespace) -> None:
     islands = config.islands
     if options.device:
         islands = dataclasses.replace(islands, device=options.device)
-    if options.threads:
-        islands = dataclasses.replace(islands, threads=options.threads)
+    # The job's islands share this machine's cores only if something that knows of all of them says so.
+    islands = dataclasses.replace(islands, threads=options.threads or islands.threads or cores())
     config = dataclasses.replace(config, islands=islands)
     name = options.name or f"{socket.gethostname()}-{os.getpid()}"
     inflicted = Inflicted.here(name)
@@ -397,9 +418,13 @@ def _address(given: str) -> str:
     if not folder.is_dir():
         return given
     try:
-        return (folder / "address").read_text().strip()
+        address = (folder / "address").read_text().strip()
     except OSError:
         raise ConfigError(f"no syncer serves {folder}, or it was started long ago: give its host:port") from None
+    host, _, port = address.rpartition(":")
+    if host in EVERY_INTERFACE:
+        raise ConfigError(f"the syncer of {folder} listens on {address}: give the name in its certificate, NAME:{port}")
+    return address
 
 
 def _snapshot(options: argparse.Namespace) -> None:
@@ -427,18 +452,17 @@ def _restore(options: argparse.Namespace) -> None:
 def _resume(options: argparse.Namespace) -> None:
     import dataclasses
 
-    from skerry.config import Config, from_json, to_json
-    from skerry.launch.local import run_here
+    from skerry.launch.local import read_config, run_here, write_config
 
-    try:
-        config: Config = from_json(Config, (options.run / "config.json").read_text())
-    except OSError:
-        raise ConfigError(f"{options.run} holds no run of skerry train") from None
+    if not (options.run / "config.json").exists():
+        raise ConfigError(f"{options.run} holds no run of skerry train")
+    config = read_config(options.run)
     if (options.run / "result.json").exists():
         raise ConfigError(f"the run in {options.run} has ended")
-    config = dataclasses.replace(config, run=str(options.run)).resolved()
-    (options.run / "config.json").write_text(to_json(config) + "\n")
-    run_here(config)
+    moved = dataclasses.replace(config, run=str(options.run)).resolved()
+    if moved != config:
+        write_config(moved, options.run)
+    run_here(moved)
 
 
 def _export(options: argparse.Namespace) -> None:

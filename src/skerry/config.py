@@ -109,7 +109,8 @@ class SyncConfig:
     ahead_s: float = 120.0
     """For how long the data leased to a learner should last: it must never wait for more, not even while the syncer is away."""
     lease_s: float = 600.0
-    """Data leased to a learner that was not heard of for this long is given to others. If it returns, it starts over."""
+    """Data leased to a learner that was given up (`silence_s`) and stays away for this long is given to others. If it returns,
+    it starts over."""
     snapshot_every_s: float = 0.0
     """How often a snapshot of the whole run is taken; 0 means only when it is asked for."""
     snapshots_kept: int = 3
@@ -117,6 +118,7 @@ class SyncConfig:
     pins: tuple[str, ...] = ()
     """Data that only some may read, as "pool=region": leased to learners of that region alone."""
     begin: BeginConfig = field(default_factory=BeginConfig)
+    """How the run begins, below."""
 
     def __post_init__(self) -> None:
         _require(self.fragments >= 1, "sync.fragments", self.fragments, ">= 1")
@@ -162,9 +164,13 @@ class ModelConfig:
     """The reference GPT. `size` picks a preset; any number given beside it replaces the preset's."""
 
     size: str = "1m"
+    """A preset by its number of parameters: 1m, 3m, 11m, 25m, 135m, ..."""
     layers: int = 0
+    """Blocks; 0 takes the preset's, as for the next two."""
     width: int = 0
+    """Of the residual stream."""
     heads: int = 0
+    """Of attention."""
     context: int = 128
     """Tokens a sequence holds."""
     experts: int = 0
@@ -218,9 +224,13 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches an inner step is split into."""
     optimizer: Literal["adamw", "muon"] = "adamw"
+    """Of islands: AdamW, or Muon for matrices with AdamW for the rest."""
     lr: float = 3e-3
+    """The highest learning rate; tune it for data-parallel training."""
     weight_decay: float = 0.1
+    """Of matrices."""
     beta2: float = 0.95
+    """Of AdamW."""
     warmup: float = 0.02
     """Share of the budget over which the learning rate rises."""
     final_lr: float = 0.1
@@ -228,8 +238,11 @@ class TrainConfig:
     clip: float = 1.0
     """Largest gradient norm; 0 switches clipping off."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    """Of forward and backward passes; weights are always fp32."""
     compile: bool = False
+    """Whether to use torch.compile."""
     seed: int = 0
+    """Of initial weights and of the order of data."""
 
     def __post_init__(self) -> None:
         _require(self.tokens >= 1, "train.tokens", self.tokens, ">= 1")
@@ -251,7 +264,8 @@ class IslandsConfig:
     threads: int = 0
     """CPU threads of one island; 0 shares the machine's cores out."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one."""
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one. If there are several, `skerry train` gives them to
+    islands in turn, unless one is named."""
     regions: tuple[str, ...] = ()
     """Regions the islands that `skerry train` starts belong to, in turn; none by default."""
     connections: int = 4

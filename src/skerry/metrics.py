@@ -30,6 +30,8 @@ class MetricsWriter:
         self._wall = wall
         self._fd = -1
         self._torn = False
+        self.dropped = 0
+        """Records that could not be written."""
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
             self._torn = self._ends_torn()
@@ -47,7 +49,10 @@ class MetricsWriter:
         return os.read(self._fd, 1) != b"\n"
 
     def write(self, kind: str, **fields: object) -> None:
-        """Append one record. Numbers that JSON lacks (NaN, infinities) become null; a field `at` replaces the time."""
+        """Append one record. Numbers that JSON lacks (NaN, infinities) become null; a field `at` replaces the time.
+
+        What the disk does not take is dropped: nothing depends on it, and nothing must stop for it.
+        """
         if self._fd < 0:
             raise StoreError(f"{self.path} cannot be written: the writer is closed")
         record = _plain({"at": self._wall(), "kind": kind, **fields})
@@ -60,8 +65,8 @@ class MetricsWriter:
             while written < len(line):  # only a full disk or a signal gets here; finishing the line is the best left
                 written += os.write(self._fd, line[written:])
             self._torn = False
-        except OSError as error:
-            raise StoreError(f"{self.path} cannot be written: {error.strerror}") from error
+        except OSError:
+            self.dropped += 1
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -124,9 +124,9 @@ class E3M0(Blocks):
 
     name, bits, largest = "e3m0", 4, 1.0
 
-    _borders = torch.tensor([2.0**-7, *(0.75 * 2.0**-power for power in range(5, -1, -1))])
+    _borders = torch.tensor([2.0**-7, *(0.75 * 2.0**-power for power in range(5, -1, -1))], dtype=torch.float32)
     """Half way between neighbours."""
-    _levels = torch.tensor([0.0, *(2.0**-power for power in range(6, -1, -1))])
+    _levels = torch.tensor([0.0, *(2.0**-power for power in range(6, -1, -1))], dtype=torch.float32)
     _signed = torch.cat([_levels, -_levels])
 
     def _pack(self, scaled: Tensor) -> Tensor:

@@ -145,21 +145,22 @@ def trial(device: torch.device) -> Tensor:
     """Of all magnitudes; with equal ones, zeros, ones that count as zeros, ones in the middle between two levels, and ones so
     near to it that rounding a product and a sum as one would show. The last block is not full."""
     generator = torch.Generator().manual_seed(0)
-    anything = torch.randn(96, 128, generator=generator) * 10.0 ** (torch.arange(96) % 75 - 37)[:, None]
+    fp32: Any = {"dtype": torch.float32}  # whatever a loop has made the default
+    anything = torch.randn(96, 128, generator=generator, **fp32) * 10.0 ** (torch.arange(96, **fp32) % 75 - 37)[:, None]
     equal = torch.randint(-3, 4, (32, 128), generator=generator).float()
-    sparse = torch.randn(32, 128, generator=generator) * torch.arange(128).remainder(50).eq(0)
+    sparse = torch.randn(32, 128, generator=generator, **fp32) * torch.arange(128).remainder(50).eq(0)
     halves = []
     for largest in (7, 127):
-        scales = (torch.rand(64, 1, generator=generator) + 0.5).to(torch.bfloat16).float()
+        scales = (torch.rand(64, 1, generator=generator, **fp32) + 0.5).to(torch.bfloat16).float()
         middle = (torch.randint(-largest, largest, (64, 128), generator=generator) + 0.5) * scales
         middle[:, 0] = largest * scales[:, 0]
         halves.append(middle)
     eight_bits = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = torch.cat([eight_bits[-1:], (eight_bits[1:] + eight_bits[:-1]) / 2, eight_bits[:1]])
-    edges = torch.tensor([2.0**-7, *(0.75 * 2.0**-power for power in range(6))])
-    around = torch.cat([edges, edges.nextafter(torch.zeros(())), edges.nextafter(torch.ones(()))])
-    powers = torch.cat([torch.ones(1), around, -around, torch.zeros(85)])
-    last = torch.randn(1, generator=generator)
+    edges = torch.tensor([2.0**-7, *(0.75 * 2.0**-power for power in range(6))], **fp32)
+    around = torch.cat([edges, edges.nextafter(torch.zeros((), **fp32)), edges.nextafter(torch.ones((), **fp32))])
+    powers = torch.cat([torch.ones(1, **fp32), around, -around, torch.zeros(85, **fp32)])
+    last = torch.randn(1, generator=generator, **fp32)
     parts = (anything, equal, sparse, *halves, between, -between, powers, last)
     return torch.cat([part.flatten() for part in parts]).to(device)
 

@@ -181,9 +181,14 @@ def merge(
     momentum: float,
     presence: float = 1.0,
     norms: Sequence[Sequence[float]] | None = None,
+    fresh: Sequence[bool] | None = None,
 ) -> FragmentState:
     """The next version of a fragment. `presence` scales the progress when live learners are missing from the merge. `norms` are
-    those of each contribution, as `norms_of` gives them, if somebody has worked them out."""
+    those of each contribution, as `norms_of` gives them, if somebody has worked them out. `fresh` says which contributions are
+    progress since `state`, and not since a version before it; all are if it is not given.
+
+    Running statistics become the mean of the members' own values, which only a fresh contribution tells: to add what moved
+    since an older version could make a variance negative. Without a fresh one they stay as they are."""
     progress = empty_like(state.values)
     statistics = torch.zeros(fragment.numel, dtype=torch.bool) if _has_statistics(layout, fragment) else None
     at = 0
@@ -192,12 +197,17 @@ def merge(
         at += piece.numel
         rule = layout.tensors[piece.tensor].rule
         parts = [delta[here] for delta in deltas]
-        if radial and rule == "radial":
+        if rule == "average" and statistics is not None:
+            statistics[here] = True
+            known = [n for n in range(len(deltas)) if fresh is None or fresh[n]]
+            if known:
+                mean([parts[n] for n in known], [weights[n] for n in known], progress[here])
+            else:
+                progress[here] = 0.0
+        elif radial and rule == "radial":
             radial_mean(parts, weights, [of[number] for of in norms] if norms is not None else None, progress[here])
         else:
             mean(parts, weights, progress[here])
-        if rule == "average" and statistics is not None:
-            statistics[here] = True
     averages = (state.values - progress)[statistics] if statistics is not None else None
     if presence != 1.0:
         progress.mul_(presence)

@@ -258,6 +258,11 @@ class Merge:
     presence: float
     asked: int = 0
 
+    @property
+    def fresh(self) -> tuple[bool, ...]:
+        """Which contributions are progress since the version before this one."""
+        return tuple(share.base == self.version - 1 for share in self.shares)
+
 
 @dataclass(frozen=True)
 class KeepGood:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from skerry.core.fragment import Rule, TensorSpec
 from skerry.errors import ConfigError
+
+
+class Place(NamedTuple):
+    """An entry of a module's own table of parameters or buffers."""
+
+    table: Mapping[str, Tensor | None]
+    key: str
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.table.get(self.key)
+
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -36,6 +51,16 @@ def model_tensors(model: nn.Module) -> list[tuple[TensorSpec, Tensor]]:
         if plain_name(name) in kept:
             found.append((_spec(name, buffer, "average" if buffer.is_floating_point() else "fixed"), buffer))
     return found
+
+
+def places_of(model: nn.Module, tensors: Sequence[Tensor]) -> list[Place]:
+    """Where in the model each of its tensors stands. What is found there later may be another one."""
+    found: dict[int, Place] = {}
+    for module in _unwrapped(model).modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                found.setdefault(id(tensor), Place(table, key))
+    return [found[id(tensor)] for tensor in tensors]
 
 
 def _spec(name: str, tensor: Tensor, rule: Rule) -> TensorSpec:

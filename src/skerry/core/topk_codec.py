@@ -61,12 +61,12 @@ class TopK(TwoWays):
     def decode(self, data: Tensor, numel: int) -> Tensor:
         count, kept = _chunks(numel), self._kept
         if count == 0:
-            return torch.empty(0, device=data.device)
+            return torch.empty(0, dtype=torch.float32, device=data.device)
         sizes, places, codes = torch.split(data, [count * width for width in self._chunk_bytes])
         values = _unpack_codes(codes.view(count, kept // 4)).long()
         found = sizes.view(torch.bfloat16).float().view(count, 2).gather(1, values >> 1)
         found = torch.where((values & 1).bool(), -found, found)
-        chunks = torch.zeros(count, CHUNK, device=data.device)
+        chunks = torch.zeros(count, CHUNK, dtype=torch.float32, device=data.device)
         chunks.scatter_(1, _unpack_places(places.view(count, kept * 3 // 2)).long(), found)
         return chunks.view(-1)[:numel]
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +18,8 @@ from skerry.chaos.proxy import LinkProxy
 from skerry.chaos.teller import Teller
 from skerry.config import Config, from_json, to_json
 from skerry.cores import cores
-from skerry.errors import ConfigError
+from skerry.durable import write_durably
+from skerry.errors import ConfigError, RunFailed, StoreError
 from skerry.launch.processes import Child, free_port, skerry_command
 from skerry.launch.supervisor import Supervisor, Worker
 from skerry.wire.connection import TLS, split_address
@@ -31,32 +37,35 @@ def run_here(config: Config, plan: Plan | None = None, proxy: bool = False) -> P
     """
     config = config.resolved()
     plan = plan or Plan()
-    faults = plan.timed(config.islands.count)
-    if config.algorithm == "dp" and (faults or proxy):
+    if config.algorithm == "dp" and (plan.timed(config.islands.count) or proxy):
         raise ConfigError("chaos needs islands and a syncer, algorithm 'dp' has none")
     if config.islands.shards and (proxy or plan.needs_proxy):
         raise ConfigError("faults of links are made between islands and the syncer alone, so not with islands.shards")
-    folder, resumed = _folder_for(config)
-    if config.algorithm == "dp":
-        check_job(config)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(to_json(config) + "\n")
-    elif not resumed:
-        create_job(config, folder)
+    with _folder_for(config) as (folder, resumed):
+        if config.algorithm == "dp":
+            check_job(config)
+            _make(folder, config)
+        elif not resumed:
+            create_job(config, folder)
+        _run_in(folder, config, resumed, plan, proxy)
+    return folder
+
+
+def _run_in(folder: Path, config: Config, resumed: bool, plan: Plan, proxy: bool) -> None:
     _say_what_starts(config, folder, resumed)
     supervisor = Supervisor(config, folder)
     if config.algorithm == "dp":
         supervisor.workers = _data_parallel_workers(config, folder)
         supervisor.run()
-        return folder
+        return
     address = f"127.0.0.1:{free_port()}"
     names = [f"island-{index}" for index in range(config.islands.count)]
     teller = Teller(address, TLS.from_environment(), supervisor.metrics)
     links = LinkProxy(names, split_address(address), config.train.seed) if proxy or plan.needs_proxy else None
+    faults = plan.timed(config.islands.count)
     supervisor.driver = Driver(faults, len(names), folder, supervisor, supervisor.metrics, teller, links)
     supervisor.workers = _parts(config, folder, address, {name: links.address(name) if links else address for name in names})
     supervisor.run()
-    return folder
 
 
 def _parts(config: Config, folder: Path, address: str, seen_by: dict[str, str]) -> list[Worker]:
@@ -68,13 +77,15 @@ def _parts(config: Config, folder: Path, address: str, seen_by: dict[str, str]) 
         child = Child(name, skerry_command(*arguments), folder / "logs" / f"{name}.log", environment)
         return Worker(child, config.islands.restarts)
 
-    threads = _threads_for_island(config)
+    threads, gpus = _threads_for_island(config), _gpus(config)
     keep = ("--keep", str(folder / "islands"))
     regions, shards = config.islands.regions, config.islands.shards
 
     def island(index: int, name: str, seen: str) -> Worker:
         region = ("--region", regions[index % len(regions)]) if regions else ()
-        return part(name, {**threads, **chaos}, "learner", seen, "--name", name, *keep, *region)
+        one_gpu = {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
+        few_threads = ("--threads", threads["OMP_NUM_THREADS"])
+        return part(name, {**threads, **one_gpu, **chaos}, "learner", seen, "--name", name, *few_threads, *keep, *region)
 
     return [
         part("syncer", {**one_thread, **chaos}, "syncer", str(folder), "--address", address, "--shards", str(shards)),
@@ -114,32 +125,90 @@ def create_job(config: Config, folder: Path) -> None:
     from skerry.core.tensors import model_tensors
     from skerry.syncer.store import create_run
 
+    if (folder / "run.json").exists():
+        raise StoreError(f"{folder} already holds a run")  # before its settings are written over
     _, model = check_job(config)
-    folder.mkdir(parents=True, exist_ok=True)
     # First: a folder with settings but no run is one whose making was cut short, and is made anew.
-    (folder / "config.json").write_text(to_json(config) + "\n")
+    _make(folder, config)
     create_run(folder, model_tensors(model), config.sync, to_json(config))
 
 
-def _folder_for(config: Config) -> tuple[Path, bool]:
-    """The folder to use, and whether an unfinished run of the same job goes on in it."""
+def _make(folder: Path, config: Config) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(config, folder)
+
+
+def write_config(config: Config, folder: Path) -> None:
+    write_durably(folder / "config.json", (to_json(config) + "\n").encode())
+
+
+def read_config(folder: Path) -> Config:
+    path = folder / "config.json"
+    try:
+        return typing.cast(Config, from_json(Config, path.read_text()))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+@contextlib.contextmanager
+def _folder_for(config: Config) -> Iterator[tuple[Path, bool]]:
+    """The folder to use, and whether an unfinished run of the same job goes on in it. Nobody else runs there meanwhile."""
     wanted = Path(config.run)
     for number in range(1, 10_000):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        if not (folder / "config.json").exists():
-            return folder, False
-        if (folder / "result.json").exists():
-            continue
-        before: Config = from_json(Config, (folder / "config.json").read_text())
-        if before == config and config.algorithm != "dp" and (folder / "run.json").exists():
-            return folder, True
-        if before == config:
-            shutil.rmtree(folder)
-            return folder, False
+        folder.mkdir(parents=True, exist_ok=True)
+        with _claimed(folder):
+            if not (folder / "result.json").exists():
+                yield folder, _goes_on(folder, config)
+                return
+    raise ConfigError(f"{wanted} and its numbered followers are all taken")
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunFailed(f"{folder} is being run by another skerry train") from None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if nothing came of it
+    finally:
+        os.close(descriptor)
+
+
+def _goes_on(folder: Path, config: Config) -> bool:
+    """Whether there is something to go on with. What is left of a run of this job that cannot go on is removed."""
+    if not (folder / "config.json").exists():
+        return False
+    if read_config(folder) != config:
         raise ConfigError(
             f"{folder} holds an unfinished run with other settings; finish it, remove it, or give --run another folder"
         )
-    raise ConfigError(f"{wanted} and its numbered followers are all taken")
+    if config.algorithm != "dp" and (folder / "run.json").exists():
+        return True
+    for left in folder.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+    return False
+
+
+def _gpus(config: Config) -> list[str]:
+    """Those that islands take in turn, one each; none if there is no choice, or the settings name one."""
+    import torch
+
+    from skerry.train.job import pick_device
+
+    device = pick_device(config.islands.device)
+    count = torch.cuda.device_count() if device.type == "cuda" and device.index is None else 0
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return (seen or [str(number) for number in range(count)])[:count] if count > 1 else []
 
 
 def _threads_for_island(config: Config) -> dict[str, str]:
@@ -156,5 +225,5 @@ def _say_what_starts(config: Config, folder: Path, resumed: bool) -> None:
     if device.type == "cpu" and count * island_threads(config) > cores():
         where += " (they share cores, so each is slower than it would be alone)"
     if device.type == "cuda":
-        where = f"{count} islands on {device}"
+        where = f"{count} islands on {device}" + (f", {len(gpus)} GPUs in turn" if (gpus := _gpus(config)) else "")
     print(f"{'resuming' if resumed else 'starting'} {config.algorithm} run in {folder}: {where}", flush=True)

@@ -18,12 +18,14 @@ from types import FrameType, TracebackType
 from typing import Any, Literal
 from urllib.parse import quote
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from skerry.clock import Clock, SystemClock
 from skerry.core.exchange import Exchange
 from skerry.core.leases import Pool
+from skerry.core.messages import OVER
 from skerry.errors import ConfigError, WireError
 from skerry.learner.link import CONNECTIONS, Link
 from skerry.learner.optimizer_state import OptimizerState
@@ -64,9 +66,17 @@ class Learner:
         """As of the beginning of this step: what a schedule reads stands still for the length of a step."""
         link.journal.began_step(1, self._run_tokens)
         self._handles: list[Any] = []
+        self._look_for_strangers(optimizers)
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def _look_for_strangers(self, optimizers: Sequence[Optimizer]) -> None:
+        trained = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+        strangers = self._replica.strangers_among(trained)
+        if strangers:
+            few = f"{strangers} of {len(trained)} trained tensors"
+            log.warning("%s: %s are not in the model that joined: only this island has them", self.name, few)
 
     def recover(self, keep: Path | None) -> None:
         """Give the optimizer a state, if the run is under way: the own one that was kept, a healthy peer's, or none."""
@@ -90,7 +100,7 @@ class Learner:
             link.restored("peer", origin)
             return "peer"
         except WireError as error:
-            log.info("%s starts with a cold optimizer: %s", self.name, error)
+            log.warning("%s starts with a cold optimizer: %s", self.name, error)
             link.restored("cold")
             return "cold"
 
@@ -205,7 +215,7 @@ class Learner:
             self._open_gate()
 
     def report(self, loss: float) -> None:
-        """The latest training loss, for display only."""
+        """The latest training loss: for display, and for `SyncConfig.rollback`."""
         self._link.loss = loss
 
     def leave(self, timeout_s: float = 60.0) -> None:
@@ -225,7 +235,6 @@ class Learner:
             self._exchange.stop()
         deadline = self._clock.now() + timeout_s
         try:
-            self._courier.keep_now()
             link.leave()
             while True:
                 self._adopt_ready()
@@ -240,6 +249,8 @@ class Learner:
                     if not self._exchange.adoptable():
                         link.changed.wait(min(left, 1.0))
             self._adopt_ready()
+            if link.goodbye != OVER:  # a run that is over needs it no more
+                self._courier.keep_now()
         finally:
             link.close()
         if link.failure is not None:
@@ -405,6 +416,15 @@ def adopt_ready(link: Link) -> None:
         link.wake()
 
 
+def _check_one_process(model: nn.Module) -> None:
+    """Ranks that average gradients and adopt versions each at its own moment would drift apart without anybody noticing."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel) and dist.get_world_size(module.process_group) > 1:
+            raise ConfigError("an island is one process: one that is trained by several ranks (DDP) cannot join")
+    if sharded := [name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")]:
+        raise ConfigError(f"an island is one process: {sharded[0]} is spread over several ranks (FSDP, tensor parallel)")
+
+
 def join(
     address: str,
     model: nn.Module,
@@ -444,6 +464,7 @@ def join(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         raise ValueError(f"optimizer must be a torch optimizer or a list of them, got {optimizer!r}")
+    _check_one_process(model)
     clock = clock or SystemClock()
     name = name or f"{socket.gethostname()}-{os.getpid()}"
     link = Link(address, model, name, tls or TLS.from_environment(), clock, region, connections, cap_mbit)

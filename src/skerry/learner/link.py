@@ -60,6 +60,8 @@ SOON_S = 1e-6
 ACCOUNT_EVERY_S = 1.0
 ROUND_TRIP_NEWEST = 0.3
 BACK_OFF_S = (0.2, 5.0)
+SAY_AGAIN_S = (60.0, 3600.0)
+"""How soon an island that is on its own says so again, at first, and later."""
 
 
 class Link:
@@ -257,22 +259,30 @@ class Link:
 
     async def _stay_connected(self) -> None:
         pause = BACK_OFF_S[0]
+        alone_since = say_at = 0.0
         while self.goodbye is None and not self._closing:
             welcomed = False
             try:
                 welcomed = await self._one_connection()
-            except (JoinRefused, ConfigError) as error:
+            except JoinRefused as error:
                 self.fail(error)
                 return
-            except WireError as error:
-                self.last_error = str(error)
+            except (WireError, ConfigError) as error:
+                if isinstance(error, ConfigError) and self.exchange is None:
+                    self.fail(error)
+                    return
+                self.last_error = str(error)  # of one that has joined it is a certificate that is just being replaced
             if self.goodbye is not None or self._closing:
                 return
             with self.changed:
                 if self.connected and self.exchange is not None:
                     log.warning("%s lost the syncer (%s); training goes on", self.name, self.last_error)
-                    self._lost_at_step = self.exchange.step
+                    self._lost_at_step, alone_since, say_at = self.exchange.step, self._loop.time(), SAY_AGAIN_S[0]
                 self.connected = False
+            if self._lost_at_step is not None and self._loop.time() - alone_since >= say_at:
+                say_at = min(2 * say_at, say_at + SAY_AGAIN_S[1])
+                alone_s = self._loop.time() - alone_since
+                log.warning("%s is without the syncer for %.0f s (%s); training goes on", self.name, alone_s, self.last_error)
             pause = BACK_OFF_S[0] if welcomed else min(pause * 1.6, BACK_OFF_S[1])
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
 

@@ -24,6 +24,9 @@ from skerry.errors import WireError
 from skerry.learner.replica import Replica
 from skerry.wire.chunks import STATE_PART_BYTES
 
+OF_THE_LOOP = ("lr", "initial_lr")
+"""Entries of a parameter group that the loop or its schedule sets."""
+
 
 class CannotKeep(Exception):
     """There is no state yet, or it holds something that is neither a tensor nor a number."""
@@ -37,6 +40,19 @@ class _Place:
     group: dict[str, Any]
     parameter: Tensor
     name: str
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A parameter group, some optimizers' place for running numbers, and the numbers that it had at first."""
+
+    name: str
+    entries: dict[str, Any]
+    at_first: dict[str, Any]
+
+    def moved(self) -> dict[str, Any]:
+        now = _plain_numbers(self.entries)
+        return {f"{self.name}/{key}": value for key, value in now.items() if self.at_first.get(key) != value}
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,12 @@ class OptimizerState:
         self._replica = replica
         self._steps = steps
         """The learner's own count of steps, while the gate is held."""
+        self._groups = [
+            _Group(f"{number}/group-{index}", group, _plain_numbers(group))
+            for number, optimizer in enumerate(optimizers)
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+        """They go with the first part."""
         self._parts: list[list[_Place]] = [[]]
         size = 0
         for number, optimizer in enumerate(optimizers):
@@ -91,6 +113,9 @@ class OptimizerState:
                 state = place.optimizer.state.get(place.parameter, {})
                 tensors.update({f"{place.name}/{key}": value for key, value in state.items() if isinstance(value, Tensor)})
                 numbers.update(_numbers(place, state))
+            if (tensors or numbers) and places[0] is self._parts[0][0]:
+                for group in self._groups:
+                    numbers.update(group.moved())
             return list(tensors.values())
 
         def at_last() -> None:
@@ -116,10 +141,13 @@ class OptimizerState:
                 found.update(json.loads(_metadata(data).get("numbers", "{}")))
             except (SafetensorError, ValueError) as error:
                 raise WireError(f"this is no optimizer state: {error}") from None
+        groups = [(group, _taken(found, group.name)) for group in self._groups]
+        for group, moved in groups:
+            if not moved.keys() <= _plain_numbers(group.entries).keys() or len(_plain_numbers(moved)) < len(moved):
+                raise WireError(f"optimizer state of another optimizer: {group.name} has {', '.join(map(str, moved))}")
         states: list[tuple[_Place, dict[str, Any]]] = []
         for place in self._places():
-            prefix = f"{place.name}/"
-            state = {key.removeprefix(prefix): found.pop(key) for key in list(found) if key.startswith(prefix)}
+            prefix, state = f"{place.name}/", _taken(found, place.name)
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     _check(f"{prefix}{key}", value, place.parameter)
@@ -129,6 +157,8 @@ class OptimizerState:
             raise WireError(f"optimizer state of another optimizer: {', '.join(list(found)[:3]) or 'it is empty'}")
         for place, state in states:
             place.optimizer.state[place.parameter] = state
+        for group, moved in groups:
+            group.entries.update(moved)
 
     # ------------------------------------------------------------ on disk
 
@@ -168,6 +198,16 @@ def _read_file(path: Path, run_id: str) -> Kept | None:
         return Kept(int(metadata["step"]), [path.read_bytes()], origin, metadata.get("journal", ""))
     except (OSError, SafetensorError, ValueError, KeyError):
         return None
+
+
+def _plain_numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if isinstance(value, (int, float)) and key not in OF_THE_LOOP}
+
+
+def _taken(found: dict[str, Any], name: str) -> dict[str, Any]:
+    """What is found under this name is taken out."""
+    prefix = f"{name}/"
+    return {key.removeprefix(prefix): found.pop(key) for key in list(found) if key.startswith(prefix)}
 
 
 def _numbers(place: _Place, state: dict[str, Any]) -> dict[str, Any]:

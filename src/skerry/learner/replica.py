@@ -7,6 +7,7 @@ write parameters, and both hold the gate. On a GPU the gate orders work between 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +23,12 @@ from skerry.core.exchange import KEPT_GIVES
 from skerry.core.feedback import Feedback
 from skerry.core.fragment import SET_ASIDE_SHARE, Fragment, Layout
 from skerry.core.fragment_codec import fragment_codec
-from skerry.core.tensors import model_tensors
+from skerry.core.tensors import model_tensors, places_of
 from skerry.core.vectors import empty_like
 from skerry.errors import ConfigError
 from skerry.learner.pinned import PinnedMemory
+
+log = logging.getLogger("skerry.learner")
 
 QUICK_NUMEL = 1 << 19
 """The largest fragment that the event loop copies and casts by itself. Every other codec takes about eight times as long."""
@@ -87,7 +90,13 @@ class Replica:
         self.layout = layout
         self._sync = sync
         self._of_model = [tensor for _, tensor in model_tensors(model)]
+        self._places = places_of(model, self._of_model)
         self._tensors = [tensor.detach() for tensor in self._of_model]
+        self._frozen = [
+            (spec.name, tensor)
+            for spec, tensor in zip(layout.tensors, self._of_model, strict=True)
+            if spec.rule == "fixed" and isinstance(tensor, nn.Parameter)
+        ]
         self._codecs = [fragment_codec(sync.send, layout, fragment) for fragment in layout.fragments]
         self._published = [fragment_codec(sync.publish, layout, fragment) for fragment in layout.fragments]
         self._held: list[Tensor | None] = [None] * len(layout.fragments)
@@ -134,7 +143,12 @@ class Replica:
             with self._on_side():
                 # What is compiled when it is first used is compiled now: later it would hold up the first of all fragments.
                 for codec, fragment in zip(self._codecs, layout.fragments, strict=True):
-                    codec.encode(torch.zeros(fragment.numel, device=self.device))
+                    codec.encode(torch.zeros(fragment.numel, dtype=torch.float32, device=self.device))
+
+    def strangers_among(self, parameters: Sequence[Tensor]) -> int:
+        """How many are none of the model's."""
+        known = {id(tensor) for tensor in self._of_model}
+        return sum(id(parameter) not in known for parameter in parameters)
 
     def is_captured(self) -> bool:
         """Whether kernels that are started now become part of a CUDA graph."""
@@ -169,6 +183,8 @@ class Replica:
         """Put a version into the model, holding the gate. It contains this learner's progress up to `counted`; for `carry`,
         what came after `since_step` is kept. Says whether it was taken whole, whatever the rule."""
         self._check_in_place(self.layout.fragments[index])
+        if index == 0:
+            self._look_at_frozen()
         change, event = prepared.change, prepared.event
         whole, self._start_whole[index] = self._start_whole[index], False
         if whole:
@@ -203,9 +219,21 @@ class Replica:
     def _check_in_place(self, fragment: Fragment) -> None:
         """What is written must be the model's own memory, or it would train on alone without anybody noticing."""
         for piece in fragment.pieces:
-            if self._of_model[piece.tensor].data_ptr() != self._tensors[piece.tensor].data_ptr():
-                name = self.layout.tensors[piece.tensor].name
+            name, joined = self.layout.tensors[piece.tensor].name, self._of_model[piece.tensor]
+            if joined.data_ptr() != self._tensors[piece.tensor].data_ptr():
                 raise ConfigError(f"{name} was given other memory after join (.to, .half, .data = ...): do that before join")
+            if self._places[piece.tensor].tensor is not joined:
+                raise ConfigError(
+                    f"{name} was replaced by another tensor after join (an assignment, load_state_dict(assign=True)): "
+                    "change it in place, or do that before join"
+                )
+
+    def _look_at_frozen(self) -> None:
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            self._frozen = []  # once is enough
+            more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+            log.warning("%s%s had no gradients at join, so only this island trains it: thaw before join", thawed[0], more)
 
     def _since(self, index: int, step: int) -> tuple[Tensor | None, bool]:
         """The values progress is counted from: those given at that step, or the version held, and whether it is that."""

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +35,7 @@ WARN_S = 30.0
 """After this long without getting through to a shard that the syncer has named, it is said."""
 QUIET_S = 120.0
 """After this long without trying, what fails is another trouble."""
+OVERTAKEN = 5
 MAX_DIFFERENCES = 64
 """More than any syncer keeps: a learner does not set memory aside for whatever is declared."""
 
@@ -76,6 +78,8 @@ class Transfers:
         self._sending: set[tuple[Routes, int, int]] = set()
         self._downloads: dict[int, Download] = {}
         """By fragment: what has come of a version stays when connections break."""
+        self._overtaken: Counter[int] = Counter()
+        """By fragment: versions that were replaced on their way here, since one came."""
         self._unreached: dict[str, _Unreached] = {}
         """By the address of a shard to which nothing has got through of late."""
 
@@ -277,10 +281,12 @@ class Transfers:
             self._failed(address, error)
             if isinstance(error, NotAsWanted):
                 self._forget(download)
+                self._came_too_late(fragment)
             self._fetch_again(version, routes)
             return
 
         self._went_through(address)
+        self._overtaken.pop(fragment, None)
         with link.changed:
             since_step = exchange.uncounted_since(version).steps
 
@@ -302,6 +308,14 @@ class Transfers:
                 link.prepared[fragment] = prepared
             link.changed.notify_all()
         link.pump()
+
+    def _came_too_late(self, fragment: int) -> None:
+        """Another version took the place of the one that was on its way. Once is nothing; always, and this island never has
+        anything to give."""
+        self._overtaken[fragment] += 1
+        if self._overtaken[fragment] == OVERTAKEN:
+            what = f"versions of fragment {fragment} are replaced before they have come, {OVERTAKEN} times in a row"
+            log.warning("%s: %s: a larger H or fewer bits would suit its link (skerry plan)", self._link.name, what)
 
     def _room(self, wanted: pb.Fetch) -> memoryview | None:
         """Memory that is shared with the process that carries bulk data. It carries differences; a whole version is rare."""
@@ -339,8 +353,11 @@ class Transfers:
             _, data = download.finish()
         except WireError as error:
             log.debug("%s: the fixed part was not fetched: %s", link.name, error)
-            link.again(RETRY_TRANSFER_S, lambda: link.spawn(self.fetch_fixed(part)) if link.connected else None)
+            # A new connection begins to fetch it by itself.
+            link.again(RETRY_TRANSFER_S, lambda: link.spawn(self.fetch_fixed(part)) if link.routes is routes else None)
             return
+        if link.fixed_loaded:
+            return  # and training may have begun
         replica.load_fixed(load(bytes(data)))
         with link.changed:
             link.fixed_loaded = True

@@ -200,8 +200,9 @@ class Bulk:
 
     async def check(self, name: str, session: str, header: pb.Upload) -> None:
         begun = self._receiving.get((name, header.fragment))
-        if begun is not None and begun.is_of(session, header) and begun.given_up is None and not header.resume:
-            return  # another part of what was found to be wanted; it is asked again when all of it is here
+        another_part = begun is not None and begun.is_of(session, header) and begun.given_up is None and not header.resume
+        if another_part and not header.journal_json:
+            return  # of what was found to be wanted; it is asked again when all of it is here
         await self.desk.check(name, session, header)
         if header.fragment not in self._published:
             raise Busy(f"fragment {header.fragment} is not served here")

@@ -1,8 +1,7 @@
-"""What the syncer writes to `metrics.jsonl`, for people to look at. A disk that cannot take it must not stop the run."""
+"""What the syncer writes to `metrics.jsonl`, for people to look at."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 from skerry.clock import Clock
 from skerry.core import messages as m
 from skerry.core.syncer import SyncerCore
-from skerry.errors import StoreError
 from skerry.metrics import MetricsWriter
 
 EVENTS = ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed", "unhealthy",
@@ -34,6 +32,7 @@ class Vitals:
 class Diary:
     def __init__(self, folder: Path, clock: Clock) -> None:
         self._writer = MetricsWriter(folder / "metrics.jsonl")
+        self._closed = False
         self._clock = clock
         self._started = clock.now()
         self._counts: dict[str, tuple[float, int]] = {}
@@ -42,10 +41,11 @@ class Diary:
         """What was last written of each learner that was gone by then."""
 
     def close(self) -> None:
+        self._closed = True
         self._writer.close()
 
     def _note(self, kind: str, **fields: object) -> None:
-        with contextlib.suppress(StoreError):
+        if not self._closed:  # what happens while the process ends need not be shown
             self._writer.write(kind, **fields)
 
     def event(self, kind: str, data: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -15,6 +16,8 @@ from skerry.wire.parcel import Parcel
 
 if TYPE_CHECKING:
     from skerry.syncer.bulk import Bulk
+
+log = logging.getLogger("skerry.syncer")
 
 MAX_NAME = 200
 HELLO_S = 30.0
@@ -231,6 +234,9 @@ class Lane:
             await self._bulk.take(self.name, self.session, header, receiving.assembly)
         except WireError as found:
             error = found
+        except Exception as found:  # no memory, for instance: whoever waits for an answer must get one
+            log.exception("a contribution of %s to fragment %d could not be taken", self.name, header.fragment)
+            error = Damaged(f"it could not be taken: {found!r}")
         finally:
             self._bulk.received(self.name, receiving)
         if error is None:

@@ -82,6 +82,7 @@ class LocalPlane:
             momentum=order.outer_momentum,
             presence=order.presence,
             norms=[one.norms for one in gathered],
+            fresh=order.fresh,
         )
         state, published = self._bulk.encode(order.fragment, order.version, before, after)
         return state, published, self._write(order, state)

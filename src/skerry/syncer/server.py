@@ -1,8 +1,8 @@
 """The syncer process: gRPC in front, the state machine in the middle, merging and the store in threads behind.
 
 Everything that touches the core runs on the event loop. A few threads compute merges and write their files; one commits them
-to the tape, all that are ready in one transaction. Control messages wait in a bounded queue for each learner; one that does not
-drain it is cut off rather than held for.
+to the tape, all that are ready in one transaction. Learners' control streams are in control.py, bulk data in bulk.py, shards
+in shards.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -23,37 +21,30 @@ import grpc
 from skerry.clock import Clock, SystemClock
 from skerry.config import to_json
 from skerry.core import messages as m
-from skerry.core.fragment import TensorSpec, check_same_model
-from skerry.core.leases import MOST_POOLS, Need, Pool
 from skerry.core.syncer import SyncerCore
 from skerry.errors import JoinRefused, SkerryError
 from skerry.syncer.bulk import Bulk
-from skerry.syncer.desk import MAX_COUNT, CoreDesk
-from skerry.syncer.diary import Diary, Vitals
+from skerry.syncer.control import ControlStreams
+from skerry.syncer.desk import CoreDesk
+from skerry.syncer.diary import Diary
 from skerry.syncer.journals import Journals
-from skerry.syncer.lane import MAX_NAME, first_message
 from skerry.syncer.merging import LocalPlane, Merger
-from skerry.syncer.outbox import Outbox
+from skerry.syncer.probe import Probes
 from skerry.syncer.relay import Relay
 from skerry.syncer.shards import Shards
 from skerry.syncer.snapshots import Snapshots
 from skerry.syncer.store import RunStore
 from skerry.syncer.tape import Tape
-from skerry.syncer.telling import lease_message, messages_of, progress_of
+from skerry.syncer.telling import lease_message, messages_of
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import CHUNK_BYTES
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind
-from skerry.wire.parcel import Parcel
 from skerry.wire.service import add_to_server
 
-CONTROL_QUEUE = 4096
 PULSE_S = 0.25
 PROGRESS_EVERY_S = 1.0
 """A learner hears how far the run is within twice this; sooner if `silence_s` is short. A message costs it a millisecond."""
 METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
-MAX_LEAST = 1 << 20
-"""Samples a learner may hold at the end of an epoch, whatever its share."""
 LINGER_S = (0.5, 10.0)
 """How long an ended run is still served: if everyone has heard of the end, and if somebody may come back."""
 TOLD = ("fault", "healed", "restarted")
@@ -61,35 +52,10 @@ TOLD = ("fault", "healed", "restarted")
 MAX_TOLD = 4096
 TOLD_S = 2.0
 """Longer than this nobody waits for it to be durable: who told it would take it for lost, and tell it again."""
-MOST_PROBES = 16
-MAX_PROBE = 4 << 30
-"""Bytes of one call, each way."""
-MAX_STEPS_AT_ONCE = 1_000_000
-"""A learner cannot have taken more steps than this between two reports."""
-
-
-@dataclass
-class Connection:
-    """A learner's control stream, as seen from here."""
-
-    session: str
-    outbox: Outbox[pb.ToLearner] = field(default_factory=lambda: Outbox(CONTROL_QUEUE))
-    vitals: Vitals = field(default_factory=Vitals)
-    told: bool = False
-    """It has heard lately how far the run is."""
-
-    def send(self, message: pb.ToLearner) -> None:
-        if message.WhichOneof("message") in ("announce", "progress"):
-            self.told = True
-        self.outbox.send(message)
-
-    def end(self) -> None:
-        self.outbox.end()
 
 
 class SyncerServer:
     def __init__(self, store: RunStore, *, clock: Clock | None = None, shards: int = 0) -> None:
-        self._probes = 0
         self.store = store
         self.layout = store.identity.layout
         self.sync = store.identity.sync
@@ -113,9 +79,9 @@ class SyncerServer:
         self._merger = Merger(store, self._shards or self._plane, self._tape)
         self._snapshots = Snapshots(store, self.core, self._tape, self._relay)
         self._diary = Diary(store.folder, self.clock)
-        self._connections: dict[str, Connection] = {}
+        self._streams = ControlStreams(store.identity, self)
+        self.control, self.bulk, self.probe = self._streams.serve, self._bulk.serve, Probes().serve
         self._dismissed: set[str] = set()
-        self._handlers: set[asyncio.Future[None]] = set()
         self._working: set[asyncio.Task[None]] = set()
         self._wake: asyncio.TimerHandle | None = None
         self._closing = False
@@ -139,6 +105,18 @@ class SyncerServer:
     def dispatch(self, event: m.Event) -> None:
         with self._no_half_change():
             self._perform_all(self.core.handle(event, self.clock.now()))
+
+    def join(self, event: m.Joined, connect: Callable[[], None]) -> None:
+        """Raises JoinRefused. What is for the process whose place it takes is sent before `connect`, the rest after it."""
+        with self._no_half_change():
+            actions = self.core.handle(event, self.clock.now())
+            place = next((n for n, action in enumerate(actions) if isinstance(action, m.Welcome)), None)
+            self._perform_all(actions[:place])
+            if place is None:
+                reason = next(a.data["reason"] for a in actions if isinstance(a, m.Record) and a.kind == "refused")
+                raise JoinRefused(f"{event.name} cannot come back: {reason}")
+            connect()
+            self._perform_all(actions[place:])
 
     @contextlib.contextmanager
     def _no_half_change(self) -> Iterator[None]:
@@ -211,9 +189,7 @@ class SyncerServer:
         elif isinstance(action, m.Goodbye):
             if action.final:
                 self._dismissed = {name for name in self._dismissed if name in self.core.learners} | {action.name}
-            connection = self._connections.pop(action.name, None)
-            if connection is not None:
-                connection.end()
+            self._streams.end(action.name)
         elif isinstance(action, m.WakeAt):
             self._wake_at(action.at)
         elif isinstance(action, m.Ended):
@@ -226,9 +202,7 @@ class SyncerServer:
         return any(learner.began and name not in self._dismissed for name, learner in self.core.learners.items())
 
     def send(self, name: str, message: pb.ToLearner) -> None:
-        connection = self._connections.get(name)
-        if connection is not None:
-            connection.send(message)
+        self._streams.send(name, message)
 
     def record(self, kind: str, data: dict[str, Any]) -> None:
         self._tape.record(kind, data)
@@ -239,8 +213,7 @@ class SyncerServer:
             self.record("refused", {"learner": name, "reason": "a journal that cannot be"})
 
     def is_connected(self, name: str, session: str) -> bool:
-        connection = self._connections.get(name)
-        return connection is not None and connection.session == session
+        return self._streams.is_connected(name, session)
 
     def bytes_moved(self, name: str) -> None:
         self.core.bytes_moved(name, self.clock.now())
@@ -301,8 +274,7 @@ class SyncerServer:
 
     def places_changed(self) -> None:
         assert self._shards is not None
-        for connection in self._connections.values():
-            connection.send(pb.ToLearner(places=self._shards.places))
+        self._streams.send_to_all(pb.ToLearner(places=self._shards.places))
 
     async def shard(self, messages: AsyncIterator[pb.FromShard | None], context: Any) -> AsyncIterator[pb.ToShard]:
         if self._shards is None:
@@ -310,26 +282,6 @@ class SyncerServer:
             return
         async for message in self._shards.serve(messages):
             yield message
-
-    async def probe(self, messages: AsyncIterator[pb.ProbeUp | None], context: Any) -> AsyncIterator[pb.ProbeDown]:
-        if self._probes >= MOST_PROBES:
-            return
-        self._probes += 1
-        received = sent = 0
-        noise = os.urandom(CHUNK_BYTES)
-        try:
-            async for message in messages:
-                received += len(message.chunk) if message is not None else MAX_PROBE
-                for _ in range(message.wanted if message is not None else 0):
-                    if max(sent, received) >= MAX_PROBE:
-                        return
-                    sent += len(noise)
-                    yield pb.ProbeDown(chunk=noise)
-                if received >= MAX_PROBE:
-                    return
-                yield pb.ProbeDown(received_bytes=received)
-        finally:
-            self._probes -= 1
 
     async def close_run(self, request: pb.CloseRequest, context: Any) -> pb.CloseReply:
         await self._check_run(request.run_id, context)
@@ -379,132 +331,6 @@ class SyncerServer:
         if run_id != self.store.identity.run_id:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this syncer serves another run")
 
-    async def control(self, messages: AsyncIterator[pb.ToSyncer | None], context: Any) -> AsyncIterator[pb.ToLearner]:
-        first = await first_message(messages)
-        if first is None:
-            self.record("refused", {"reason": "a control stream without a hello"})
-            return  # it may try again
-        try:
-            hello = self._check_hello(first)
-            connection = self._admit(hello)
-        except JoinRefused as refusal:
-            self.record("refused", {"learner": first.hello.name[:MAX_NAME], "reason": str(refusal)})
-            yield pb.ToLearner(refusal=pb.Refusal(reason=str(refusal)))
-            return
-        reader = asyncio.get_running_loop().create_task(self._read(hello.name, connection, messages))
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._handlers.add(over)
-        try:
-            while (message := await connection.outbox.get()) is not None:
-                yield message
-        finally:
-            reader.cancel()
-            if self._connections.get(hello.name) is connection:
-                del self._connections[hello.name]
-                self.dispatch(m.Disconnected(hello.name, hello.session))
-            self._handlers.discard(over)
-            if not over.done():
-                over.set_result(None)
-
-    def _check_hello(self, first: pb.ToSyncer) -> pb.Hello:
-        if first.WhichOneof("message") != "hello":
-            raise JoinRefused("the first message must be a hello")
-        hello = first.hello
-        if hello.protocol != PROTOCOL:
-            raise JoinRefused(f"protocol mismatch: the syncer speaks version {PROTOCOL}, this learner {hello.protocol}")
-        if not 0 < len(hello.name) <= MAX_NAME or not 0 < len(hello.session) <= MAX_NAME:
-            raise JoinRefused(f"a learner needs a name and a session of 1 to {MAX_NAME} characters")
-        if max(hello.step, hello.tokens, hello.leased) > MAX_COUNT:
-            raise JoinRefused(f"step, tokens and samples must be at most {MAX_COUNT}")
-        if hello.run_id and hello.run_id != self.store.identity.run_id:
-            raise JoinRefused(f"this syncer serves run {self.store.identity.run_id}, the learner belongs to {hello.run_id}")
-        specs = [TensorSpec(t.name, tuple(t.shape), t.dtype, t.rule) for t in hello.tensors]  # type: ignore[arg-type]
-        check_same_model(self.layout.tensors, specs)
-        return hello
-
-    def _admit(self, hello: pb.Hello) -> Connection:
-        connection = Connection(hello.session)
-        old = self._connections.get(hello.name)
-        if old is not None and old.session == hello.session:
-            old.end()
-        joined = m.Joined(
-            hello.name,
-            hello.session,
-            hello.step,
-            hello.tokens,
-            tuple(hello.held),
-            hello.region[:MAX_NAME],
-            hello.leased,
-            hello.lease_floor,
-            hello.platform[:MAX_NAME],
-        )
-        with self._no_half_change():
-            actions = self.core.handle(joined, self.clock.now())
-            if not any(isinstance(action, m.Welcome) for action in actions):
-                self._perform_all(actions)
-                reason = next(a.data["reason"] for a in actions if isinstance(a, m.Record) and a.kind == "refused")
-                raise JoinRefused(f"{hello.name} cannot come back: {reason}")
-            # What comes before the welcome is for the process whose place it takes.
-            place = next(n for n, action in enumerate(actions) if isinstance(action, m.Welcome))
-            self._perform_all(actions[:place])
-            self._connections[hello.name] = connection
-            self._perform_all(actions[place:])
-        return connection
-
-    async def _read(self, name: str, connection: Connection, messages: AsyncIterator[pb.ToSyncer | None]) -> None:
-        try:
-            async for message in messages:
-                if self._connections.get(name) is not connection:
-                    return
-                if message is None:
-                    self.record("refused", {"learner": name, "reason": "a damaged message"})
-                    return
-                kind = message.WhichOneof("message")
-                if kind == "report":
-                    report = message.report
-                    learner = self.core.learners[name]
-                    if not _plausible(report, learner.step):
-                        self.record("refused", {"learner": name, "reason": "a report with impossible numbers"})
-                        continue
-                    loss = report.loss if report.HasField("loss") else connection.vitals.loss
-                    stall_s = max(connection.vitals.stall_s, report.stall_s)
-                    moved = (report.sent_bytes, report.received_bytes)
-                    link = connection.vitals.link
-                    if report.HasField("link"):
-                        link = _link_account(report.link)
-                        if not connection.outbox.half_full:
-                            connection.send(pb.ToLearner(pong=pb.Pong(ping=report.link.ping)))
-                    connection.vitals = Vitals(loss, *moved, report.steps, stall_s, report.stalled_s, link)
-                    said = report.loss if report.HasField("loss") else None
-                    need = _need(report.need) if report.HasField("need") else None
-                    self.dispatch(m.Reported(name, report.step, report.tokens, report.step_time_s, said, need))
-                elif kind == "ready":
-                    self.dispatch(m.Ready(name))
-                elif kind == "nothing":
-                    self.dispatch(m.NothingToGive(name, message.nothing.fragment, message.nothing.step))
-                elif kind == "leaving":
-                    self.dispatch(m.Leaving(name))
-                elif kind == "data":
-                    pools = message.data.pools
-                    if not 0 < len(pools) <= MOST_POOLS or any(len(p.name) > MAX_NAME or p.size > MAX_COUNT for p in pools):
-                        reason = f"data sets must be 1 to {MOST_POOLS}, with names of at most {MAX_NAME} characters"
-                        self.record("refused", {"learner": name, "reason": reason})
-                        self.send(name, pb.ToLearner(no_lease=pb.NoLease(reason=reason)))
-                        continue
-                    found = tuple(Pool(pool.name, pool.size, pool.fingerprint) for pool in pools)
-                    self.dispatch(m.Declared(name, found))
-                elif kind == "restored":
-                    self.record("optimizer_state", {"learner": name, "source": message.restored.source[:MAX_NAME]})
-                else:
-                    self.record("refused", {"learner": name, "reason": f"unexpected {kind or 'empty'} message"})
-        finally:
-            # Whatever ended the reading, the stream is of no more use.
-            if self._connections.get(name) is connection:
-                connection.end()
-
-    async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None:
-        await self._bulk.serve(messages, context)
-
     # ------------------------------------------------------------ running
 
     async def serve(self, address: str, tls: TLS | None = None) -> tuple[grpc.aio.Server, int]:
@@ -522,7 +348,7 @@ class SyncerServer:
         pulses = max(1, int(min(PROGRESS_EVERY_S, self.sync.silence_s / 8) / PULSE_S))
         for pulse in itertools.count():
             if pulse % pulses == 0:
-                self._tell_progress()
+                self._streams.tell_progress()
             if self.clock.now() >= metrics_at:
                 metrics_at = self.clock.now() + METRICS_EVERY_S
                 self._write_summary()
@@ -535,26 +361,15 @@ class SyncerServer:
                 self._begin(self._take_snapshot())
             await asyncio.sleep(PULSE_S)
 
-    def _tell_progress(self) -> None:
-        progress = progress_of(self.core)
-        for connection in list(self._connections.values()):
-            if not connection.told and not connection.outbox.half_full:
-                connection.send(progress)
-            connection.told = False
-
     async def _flush(self) -> None:
         await self._tape.flush()
         self._flushing = False
 
     async def hang_up(self) -> None:
         """End every control stream and wait until its handler has seen to it."""
-        for connection in list(self._connections.values()):
-            connection.end()
         if self._shards is not None:
             self._shards.dismiss("the run is over", over=self.core.phase == "ended")
-        deadline = self.clock.now() + 5.0
-        while self._handlers and self.clock.now() < deadline:
-            await asyncio.wait(self._handlers, timeout=0.5)
+        await self._streams.hang_up(self.clock)
 
     async def close(self) -> None:
         """Let merges in flight finish, write the last of the tape, and let go of the run folder."""
@@ -575,7 +390,7 @@ class SyncerServer:
             self.store.close()
 
     def _write_summary(self) -> None:
-        self._diary.summary(self.core, {name: connection.vitals for name, connection in self._connections.items()})
+        self._diary.summary(self.core, self._streams.vitals)
 
 
 def _told_of_the_end(action: m.Action) -> tuple[object, ...] | None:
@@ -586,22 +401,6 @@ def _told_of_the_end(action: m.Action) -> tuple[object, ...] | None:
     if isinstance(action, m.StopTraining) or (isinstance(action, m.Goodbye) and action.reason == m.OVER):
         return action.name, type(action)
     return None
-
-
-def _need(need: pb.DataNeed) -> Need:
-    return Need(need.given, need.taken, need.wanted, min(need.least, need.taken + MAX_LEAST), need.settled)
-
-
-def _link_account(said: pb.LinkAccount) -> dict[str, float]:
-    values = {field.name: value for field, value in said.ListFields() if field.name != "ping"}
-    return {name: round(value, 6) for name, value in values.items() if math.isfinite(value) and 0 <= value <= MAX_COUNT}
-
-
-def _plausible(report: pb.Report, step_before: int) -> bool:
-    times = (report.step_time_s, report.stall_s, report.stalled_s)
-    sane_time = all(math.isfinite(time) and 0 <= time < 1e9 for time in times)
-    sane_need = max(report.need.given, report.need.taken) <= MAX_COUNT
-    return sane_time and sane_need and report.tokens <= MAX_COUNT and report.step <= step_before + MAX_STEPS_AT_ONCE
 
 
 async def run_syncer(
@@ -625,13 +424,13 @@ async def run_syncer(
     except BaseException:
         await syncer.close()
         raise
-    on_listening(port)
     syncer.dispatch(m.Tick())  # a run restored while it closes may have nobody left to wait for
     pulse = asyncio.create_task(syncer.pulse())
     ended = asyncio.create_task(syncer.ended.wait())
     stopped = asyncio.create_task((stop or asyncio.Event()).wait())
     waits: set[asyncio.Future[Any]] = {pulse, ended, stopped, syncer.failed}
     try:
+        on_listening(port)
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for broken in done & {pulse, syncer.failed}:
             broken.result()

@@ -254,7 +254,7 @@ class Shard:
             self.failed.set_exception(task.exception())  # type: ignore[arg-type]
 
     async def _make(self, said: pb.MergeOrder, send: Callable[[pb.FromShard], None]) -> None:
-        shares = tuple(m.Share(s.name, 0, 0, 0, s.weight, s.upto, s.session) for s in said.shares)
+        shares = tuple(m.Share(s.name, s.base, 0, 0, s.weight, s.upto, s.session) for s in said.shares)
         order = m.Merge(said.fragment, said.version, said.step, shares, said.outer_lr, said.outer_momentum, said.presence)
         try:
             written = self._written[order.fragment] = await self._plane.make(order)

@@ -131,7 +131,9 @@ class Shards:
         connection = self._ready(order.fragment)
         if connection is None:
             raise StoreError(f"shard {self.of_fragment[order.fragment]} is away")
-        shares = [pb.OrderedShare(name=s.name, session=s.session, upto=s.upto, weight=s.weight) for s in order.shares]
+        shares = [
+            pb.OrderedShare(name=s.name, session=s.session, upto=s.upto, weight=s.weight, base=s.base) for s in order.shares
+        ]
         message = pb.MergeOrder(
             fragment=order.fragment,
             version=order.version,

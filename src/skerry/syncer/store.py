@@ -86,7 +86,7 @@ def gather(layout: Layout, fragment: Fragment, tensors: Mapping[str, Tensor]) ->
     for piece in fragment.pieces:
         flat = tensors[layout.tensors[piece.tensor].name].detach().reshape(-1)
         pieces.append(flat[piece.start : piece.stop].to(device="cpu", dtype=torch.float32))
-    return torch.cat(pieces) if pieces else torch.empty(0)
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32)
 
 
 def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync: SyncConfig, job_json: str = "") -> RunIdentity:

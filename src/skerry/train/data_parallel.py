@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skerry.config import Config
 from skerry.metrics import MetricsWriter
-from skerry.train.job import build_job, load_weights_file, lr_factor
+from skerry.train.job import build_job, load_weights_file, lr_factor, pick_device
 from skerry.train.validate import finish, validate
 
 METRICS_EVERY_S = 1.0
@@ -22,10 +23,15 @@ def run_worker(folder: Path, config: Config, rank: int, port: int) -> None:
     """One of `islands.count` workers; together they take the same samples at each step as the islands would."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME=_loopback())
     world = config.islands.count
-    job = build_job(config)
+    device = pick_device(config.islands.device)
+    each_has_one = device.type == "cuda" and device.index is None and torch.cuda.device_count() >= world
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    job = build_job(dataclasses.replace(config, islands=dataclasses.replace(config.islands, device=str(device))))
     if config.init:
         load_weights_file(job.model, config.init)
-    backend = "nccl" if job.device.type == "cuda" and torch.cuda.device_count() >= world else "gloo"
+    backend = "nccl" if each_has_one else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world)
     try:
         job.forward = DistributedDataParallel(job.forward, gradient_as_bucket_view=True)

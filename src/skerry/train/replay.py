@@ -270,6 +270,7 @@ class Replay:
             lr=data["outer_lr"],
             momentum=data["outer_momentum"],
             presence=data["presence"],
+            fresh=[share["base"] == merged.version - 1 for share in data["shares"]],
         )
         self.states[fragment], _ = publish(before, after, self._shown[fragment])
         if state_checksum(self.states[fragment]) != merged.checksum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -18,6 +20,7 @@ from skerry.config import Config, from_json
 from skerry.cores import cores
 from skerry.data.corpus import Corpus, load_corpus
 from skerry.data.windows import validation_batches
+from skerry.errors import StoreError
 from skerry.metrics import MetricsWriter
 from skerry.models.gpt import GPT, build_gpt, generate
 from skerry.syncer.run_folder import read_identity, read_model, read_span_s, read_standing
@@ -75,9 +78,15 @@ def finish(folder: Path, config: Config, model: GPT, corpus: Corpus, device: tor
 
 
 def save_model(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Whole or not at all. Raises StoreError."""
     beside = path.with_name(f".{path.name}.partial")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
-    beside.replace(path)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
+        beside.replace(path)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)  # a disk that is full needs the space
+        raise StoreError(f"{path} cannot be written: {error}") from None
 
 
 class GlobalModel:
@@ -126,7 +135,11 @@ def watch_run(folder: Path, poll_s: float = 0.5) -> None:
 
 
 def _checkpoint(folder: Path, step: int, tensors: dict[str, Tensor]) -> None:
-    folder.mkdir(exist_ok=True)
-    save_model(folder / f"step-{step:08d}.safetensors", tensors)
+    try:
+        folder.mkdir(exist_ok=True)
+        save_model(folder / f"step-{step:08d}.safetensors", tensors)
+    except (OSError, StoreError) as error:
+        log.warning("no checkpoint of step %d: %s", step, error)
+        return
     for old in sorted(folder.glob("step-*.safetensors"))[:-KEPT_CHECKPOINTS]:
         old.unlink()

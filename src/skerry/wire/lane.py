@@ -193,14 +193,18 @@ class Lane:
 
     async def send_state(self, header: pb.State, data: memoryview) -> None:
         message = pb.BulkToSyncer(state=header)
-        async with self._sending:
-            call = await self._open()
-            for number in range(count_chunks(len(data))):
-                part = chunk(data, number)
-                await self._owner.sent.allow(len(part), self._owner.is_closed)
-                await self._write(call, Parcel(message, part))
-                self._owner.sent.moved(len(part), "state")
-                message = pb.BulkToSyncer()
+        self.queued_bytes += len(data)
+        try:
+            async with self._sending:
+                call = await self._open()
+                for number in range(count_chunks(len(data))):
+                    part = chunk(data, number)
+                    await self._owner.sent.allow(len(part), self._owner.is_closed)
+                    await self._write(call, Parcel(message, part))
+                    self._owner.sent.moved(len(part), "state")
+                    message = pb.BulkToSyncer()
+        finally:
+            self.queued_bytes -= len(data)
 
     async def _write(self, call: Any, parcel: Parcel[pb.BulkToSyncer], asked: _Asked | None = None) -> None:
         """On that stream and no other. Requests may go between the chunks of a contribution."""

@@ -747,16 +747,18 @@ class MergeOrder(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[OrderedShare, _Mapping]]] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., presence: _Optional[float] = ...) -> None: ...
 
 class OrderedShare(_message.Message):
-    __slots__ = ("name", "session", "upto", "weight")
+    __slots__ = ("name", "session", "upto", "weight", "base")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     UPTO_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     name: str
     session: str
     upto: int
     weight: float
-    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., upto: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
+    base: int
+    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., upto: _Optional[int] = ..., weight: _Optional[float] = ..., base: _Optional[int] = ...) -> None: ...
 
 class ShardGoodbye(_message.Message):
     __slots__ = ("reason", "over")
