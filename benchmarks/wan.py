@@ -369,7 +369,8 @@ def draw(groups: list[list[Measured]], path: Path) -> None:
         axes.errorbar([windows[0].mbit for windows in mine], shares, yerr=errors, marker="o", capsize=2, label=arm)
     axes.set(xscale="log", xlabel="bandwidth of an island's link, Mbit/s", ylabel="utilisation, %", ylim=(0, 115))
     axes.grid(alpha=0.3)
-    axes.legend(loc="center right", bbox_to_anchor=(1.0, 0.59), fontsize="small")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.legend(loc="lower right", fontsize="small")
     figure.tight_layout()
     figure.savefig(path)
 
