@@ -180,12 +180,16 @@ def test_a_syncer_that_is_told_to_stop_is_started_again_and_islands_train_on(sta
 
 @pytest.mark.parametrize("algorithm", ["decoupled", "dp"])
 def test_a_run_that_goes_on_is_not_touched_by_the_same_command(start_run, algorithm: str) -> None:
-    run = start_run(300_000, 2, "--algorithm", algorithm)
+    without_end = 1_000_000_000
+    run = start_run(without_end, 2, "--algorithm", algorithm)
     run.until(lambda: run.run_tokens() > 0, "the run to get going")
-    again = start_run(300_000, 2, "--algorithm", algorithm)
+    again = start_run(without_end, 2, "--algorithm", algorithm)
     assert again.process.wait(60) == 1
     assert "is being run by another skerry train" in again.output
-    assert run.finish()["tokens"] >= 300_000
+    before = run.run_tokens()
+    run.until(lambda: run.run_tokens() > before, "the first to go on")
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 130
 
 
 def test_a_killed_shard_stops_only_its_fragments_and_a_killed_syncer_finds_its_shards_again(start_run) -> None:
