@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import re
 import signal
 import subprocess
@@ -15,11 +16,13 @@ import torch
 from islands import poll, tape
 
 from skerry.config import Config, IslandsConfig, ModelConfig, load
+from skerry.errors import StoreError
 from skerry.launch import local
 from skerry.launch.local import create_job
 from skerry.models.gpt import build_gpt
 from skerry.syncer.run_folder import read_identity, read_model
 from skerry.train import island as island_module
+from skerry.train import validate as validation
 from skerry.train.job import lr_factor
 from skerry.train.validate import save_model
 
@@ -217,6 +220,21 @@ def test_a_run_may_begin_from_given_weights(tmp_path: Path) -> None:
     create_job(dataclasses.replace(config, init=str(tmp_path / "given.safetensors")).resolved(), tmp_path / "run")
     begun = read_model(tmp_path / "run")
     assert all(torch.equal(begun[name], parameter) for name, parameter in given.named_parameters())
+
+
+def test_a_checkpoint_that_a_full_disk_does_not_take_is_left_out(tmp_path: Path, monkeypatch, caplog) -> None:
+    """The validator goes on, and what was written of it takes no more of the disk."""
+
+    def full(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(validation, "save_file", full)
+    validation._checkpoint(tmp_path / "checkpoints", 7, {"weight": torch.zeros(2)})
+    assert "no checkpoint of step 7" in caplog.text and "No space left" in caplog.text
+    assert not list((tmp_path / "checkpoints").iterdir())
+    with pytest.raises(StoreError, match="model.safetensors cannot be written"):
+        save_model(tmp_path / "model.safetensors", {"weight": torch.zeros(2)})
 
 
 def test_hugging_face_example_is_short_and_learns() -> None:

@@ -19,6 +19,7 @@ import skerry
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
 from skerry.config import SyncConfig
 from skerry.errors import WireError
+from skerry.syncer.bulk import Bulk
 from skerry.syncer.run_folder import read_model
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, chunk, count_chunks
@@ -197,6 +198,33 @@ def test_a_syncer_says_what_is_missing_and_takes_the_rest_on_any_lane(tmp_path: 
                 await lane.write(pb.BulkToSyncer(fetch=pb.Fetch(fragment=0, version=1)))
                 whole = [await lane.read() for _ in range(8)]
                 assert [first_part.chunk, second_part.chunk] == [message.chunk for message in whole[5:7]]
+
+    asyncio.run(scenario())
+
+
+def test_a_contribution_that_could_not_be_taken_is_answered_and_taken_when_it_comes_again(
+    tmp_path: Path, start_syncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was no memory for it, for instance. Without an answer its learner would wait for one."""
+    model = nn.Linear(8, 8, bias=False)
+    folder = skerry.create(tmp_path / "run", model, SyncConfig(fragments=1, every=1, overlap=0, outer_lr=1.0))
+    real, troubles = Bulk._decode, iter(["no memory"])
+
+    def decode(*arguments: object) -> object:
+        if (trouble := next(troubles, None)) is not None:
+            raise RuntimeError(trouble)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Bulk, "_decode", decode)
+    syncer = start_syncer(folder)
+
+    async def scenario() -> None:
+        async with RawLearner(syncer.address, model, 1) as raw:
+            await raw.join()
+            ask = await raw.next_ask()
+            reply = await raw.give(ask)
+            assert not reply.accepted and reply.damaged and "no memory" in reply.reason
+            assert (await raw.give(ask)).accepted
 
     asyncio.run(scenario())
 
