@@ -149,7 +149,7 @@ def test_a_writer_begins_on_a_full_disk_that_tore_the_last_line(tmp_path: Path, 
     monkeypatch.setattr(os, "write", write)
     writer.write("run", step=4)
     writer.close()
-    assert [record.get("step") for record in MetricsTail(path).read()] == [None, 4]
+    assert [(r.get("step"), r.get("dropped_before")) for r in MetricsTail(path).read()] == [(None, None), (4, 1)]
 
 
 def test_a_new_writer_does_not_lose_its_first_record_to_a_torn_line(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class MetricsWriter:
         self._fd = -1
         self._torn = False
         self.dropped = 0
-        """Records that could not be written."""
+        """Records that could not be written since one was; the next one says so."""
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
             self._torn = self._ends_torn()
@@ -55,7 +55,8 @@ class MetricsWriter:
         """
         if self._fd < 0:
             raise StoreError(f"{self.path} cannot be written: the writer is closed")
-        record = _plain({"at": self._wall(), "kind": kind, **fields})
+        gap = {"dropped_before": self.dropped} if self.dropped else {}
+        record = _plain({"at": self._wall(), "kind": kind, **fields, **gap})
         line = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
         if self._torn:  # half of the line before is in the file: end it, or it takes this one with it
             line = b"\n" + line
@@ -65,6 +66,7 @@ class MetricsWriter:
             while written < len(line):  # only a full disk or a signal gets here; finishing the line is the best left
                 written += os.write(self._fd, line[written:])
             self._torn = False
+            self.dropped = 0
         except OSError:
             self.dropped += 1
 
