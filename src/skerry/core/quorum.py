@@ -19,8 +19,6 @@ class MovingAverage:
         return default if self.value is None else self.value
 
 
-REST = 8.0
-"""Times what an exchange takes: with overwriting, what islands do while one is under way is lost, so this keeps that rare."""
 LONGEST = 3.0
 """Times H steps: an exchange is not reckoned with as longer than this."""
 
@@ -32,7 +30,7 @@ class GraceWindow:
     An exchange may take τ inner steps. What is left of that time after gathering the quorum and after merging, storing
     and announcing is free to be spent on waiting for slower learners. Where steps are so short that nothing is left, a merge
     waits as long as the exchange takes by itself: it is late in any case, and to be twice as late costs less than to
-    merge the first answer alone and lose what the others were about to give. Fragments then come up less often: see `rest`.
+    merge the first answer alone and lose what the others were about to give. Fragments then come up less often: see flow.py.
     """
 
     share: float
@@ -45,12 +43,10 @@ class GraceWindow:
         """What an exchange takes by itself."""
         return min(self.quorum_time.get() + self.sync_time.get(), LONGEST * self.every * step_time_s)
 
+    def allowed(self, step_time_s: float) -> float:
+        """What an exchange may take."""
+        return max(self.overlap, 1) * step_time_s
+
     def seconds(self, step_time_s: float) -> float:
         taken = self.taken(step_time_s)
         return self.share * max(self.overlap * step_time_s - taken, taken)
-
-    def rest(self, step_time_s: float, lately_s: float) -> float:
-        """How long a merged fragment is left alone, though it may be due again, if exchanges take longer than they may, and its
-        own did lately: what took long once, because of a stall or in memory that was new, says nothing of the next."""
-        taken = min(self.taken(step_time_s), lately_s)
-        return REST * taken if taken > max(self.overlap, 1) * step_time_s else 0.0

@@ -115,11 +115,6 @@ class FragmentProgress:
     """How often it may still be tried to put it back to the good copy; 0 if it is not to be."""
     floor: int = 0
     """Progress counted from an older version than this is not wanted: the model was put back."""
-    taken_s: float = 0.0
-    """What its last exchange took, as far as the syncer sees it."""
-    merged_at: float = 0.0
-    rest_s: float = 0.0
-    """No round is opened for so long after a merge, but for those who leave and at the end of a run."""
     last_round: int = 0
     """The highest number a round of this fragment had, whether or not it was merged."""
     declined: set[str] = field(default_factory=set)
@@ -128,9 +123,6 @@ class FragmentProgress:
     """The highest round whose answers were lost: who is asked in it again, or in one before it, has to answer again."""
     away_since: float | None = None
     """Nobody serves it, so no round is opened."""
-
-    def rests(self, now: float) -> bool:
-        return self.merged_at <= now < self.merged_at + self.rest_s  # not if the clock was put back
 
     def next_round(self, step: int) -> int:
         """A number for a round that is nobody's turn: one that no other had, for a learner answers each number once."""

@@ -32,6 +32,7 @@ from collections import deque
 
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
+from skerry.core.flow import Flow
 from skerry.core.guard import SizeHistory, why_unhealthy
 from skerry.core.lease_desk import LeaseDesk
 from skerry.core.messages import (
@@ -101,6 +102,7 @@ class SyncerCore:
         self.phase: RunPhase = standing.phase
         self.banked_tokens = standing.banked_tokens
         self.grace = GraceWindow(sync.grace, sync.overlap, sync.every)
+        self.flow = Flow(fragments)
         self.merges = 0
         self.participation: deque[float] = deque(maxlen=200)
         # Learners the last syncer process knew are away, not unknown: in lock-step their return is worth waiting for.
@@ -475,10 +477,9 @@ class SyncerCore:
         self.merges += 1
         self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
         self.grace.sync_time.add(min(now - gathering.merging_since, LAST_CHANCE * self.sync.silence_s))
-        taken_s = gathering.taken_s(now)
-        lately_s, fragment.taken_s = min(taken_s, fragment.taken_s), taken_s
         if not self.sync.wait and self.sync.adopt != "carry":  # what is carried over is not lost
-            fragment.merged_at, fragment.rest_s = now, self.grace.rest(self._step_time(), lately_s)
+            step_s = self._step_time()
+            self.flow.merged(now, self.grace.taken(step_s), gathering.taken_s(now), self.grace.allowed(step_s))
         total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
             learner = self.learners[name]
@@ -614,7 +615,9 @@ class SyncerCore:
         if self.phase == "running" and self._waits_for_returns(now):
             return
         leaving = [learner for learner in self.learners.values() if learner.phase == "leaving"]
-        for index, fragment in enumerate(self.fragments):
+        room = self._room_for_rounds(now)
+        for index in sorted(range(len(self.fragments)), key=lambda index: self.fragments[index].merged_step):
+            fragment = self.fragments[index]
             waits = fragment.away_since is not None and not (self.phase == "closing" and self._given_up(fragment, now))
             if fragment.restoring or waits:
                 continue
@@ -627,12 +630,20 @@ class SyncerCore:
             owing = {learner.name for learner in leaving if index in (learner.owes or ())}
             if fragment.round is not None:
                 self._ask_again(index, fragment.round, due, owing, actions)
-            elif (due > fragment.merged_step and not fragment.rests(now)) or owing:
+            elif (due > fragment.merged_step and room > 0) or owing:
                 trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
                 # A turn that was cancelled is tried again, but not with those who have answered it.
                 again = due == fragment.last_round and bool(fragment.declined & (trains | owing))
                 step = due if due > fragment.merged_step and not again else fragment.next_round(self.step)
                 self._open(index, now, step, trains, owing, actions)
+                room -= 1
+
+    def _room_for_rounds(self, now: float) -> int:
+        """How many more may be open. Those that nothing is done for at the moment do not count."""
+        if self.flow.paused_until(now) is not None:
+            return 0
+        rounds = [fragment.round for fragment in self.fragments if fragment.round and fragment.away_since is None]
+        return self.flow.at_once - sum(not gathering.restores and gathering.not_before <= now for gathering in rounds)
 
     def _open_last_round(self, index: int, now: float, actions: list[Action]) -> None:
         """While the run closes each fragment gets one last round, once its present one is over."""
@@ -833,6 +844,6 @@ class SyncerCore:
         times += [learner.heard_at + self.sync.silence_s for learner in self._live()]
         if self.phase == "closing" or any(learner.phase == "leaving" for learner in self.learners.values()):
             times += [self._patience(f) for f in self.fragments if f.away_since is not None and not self._given_up(f, now)]
-        times += [f.merged_at + f.rest_s for f in self.fragments if f.round is None and f.rests(now)]
+        times += [paused_until] if (paused_until := self.flow.paused_until(now)) is not None else []
         times = [time for time in times if time < math.inf]
         return max(min(times), now) if times else None
