@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -48,7 +49,7 @@ from skerry.core.messages import (
     WakeAt,
     Welcome,
 )
-from skerry.core.quorum import LONGEST, REST
+from skerry.core.quorum import LONGEST
 from skerry.core.rollback import MAX_ROLLBACKS
 from skerry.core.standing import Counted, FragmentProgress, Standing
 from skerry.core.syncer import LAST_CHANCE, RETRY_STORE_S, RETURN_S, SyncerCore
@@ -594,25 +595,96 @@ def exchanges(run: Run, count: int, taken_s: float, step: int = 0) -> int:
     return step
 
 
-def test_a_fragment_rests_when_exchanges_take_longer_than_they_may() -> None:
-    """Else islands would spend all their time on work that is overwritten."""
+def many_slow(count: int = 24, **settings: Any) -> Run:
+    """All fragments have been exchanged once, one after the other, each slowly, and the first few are due again."""
+    run = running("a", "b", **{"fragments": count, "quorum": 2, "overlap": 1, "every": count, **settings})
+    for index in range(count):
+        for name in "ab":
+            run.report(name, 1 + index, step_time_s=0.1)
+    for index in range(count):
+        run.now += 0.125
+        run.give("a", index), run.give("b", index)
+        run.now += 0.125
+        run.store(index)
+    return run
+
+
+def open_rounds(run: Run) -> list[int]:
+    return [index for index, fragment in enumerate(run.core.fragments) if fragment.round]
+
+
+def finish(run: Run, index: int, taken_s: float) -> list[Action]:
+    run.now += taken_s / 2
+    run.give("a", index), run.give("b", index)
+    run.now += taken_s / 2
+    return run.store(index)
+
+
+def test_while_exchanges_take_longer_than_they_may_an_eighth_of_the_fragments_is_under_way() -> None:
+    """Else islands would spend much of their time on work that is overwritten, and the more so the more is under way."""
+    run = many_slow()
+    for step in range(25, 60):
+        run.report("a", step), run.report("b", step)
+    assert open_rounds(run) == [1, 2, 3], "of 24; those that wait longest, and fragment 0 was due one step after them"
+    for index in range(1, 8):
+        opened = {ask.fragment for ask in of(Ask, finish(run, index, 0.25))}
+        assert opened == {index + 3}, "the next has its turn without another report"
+        assert open_rounds(run) == [index + 1, index + 2, index + 3]
+
+
+def test_as_exchanges_become_quick_again_more_are_under_way_one_by_one() -> None:
+    run = many_slow()
+    most = [run.core.flow.at_once]
+    for step in range(25, 105):
+        run.report("a", step), run.report("b", step)
+        if open_rounds(run):
+            finish(run, open_rounds(run)[0], 0.0)
+        most.append(run.core.flow.at_once)
+        assert len(open_rounds(run)) <= most[-1]
+    assert most[0] == 3 and most[-1] == 24
+    assert {after - before for before, after in itertools.pairwise(most)} == {0, 1}
+
+
+def test_those_who_leave_and_the_end_of_a_run_are_not_held_back_by_slow_exchanges() -> None:
+    run = many_slow()
+    for step in range(25, 60):
+        run.report("a", step), run.report("b", step)
+    left = {ask.fragment for ask in of(Ask, run.send(Leaving("b"))) if ask.name == "b"}
+    assert left | {1, 2, 3} == set(range(24))
+    run = many_slow()
+    run.send(CloseRequested())
+    assert open_rounds(run) == list(range(24))
+
+
+def test_rounds_for_which_nothing_is_done_hold_up_no_others() -> None:
+    run = many_slow()
+    for step in range(25, 60):
+        run.report("a", step), run.report("b", step)
+    run.give("a", 1), run.give("b", 1), run.give("a", 2), run.give("b", 2)
+    run.send(FragmentsAway((1,)))  # while it is being merged
+    assert 4 in open_rounds(run)
+    opened = of(Ask, run.send(StoreFailed(2, "no space left on device")))
+    assert {ask.fragment for ask in opened} == {5}
+
+
+def test_with_few_fragments_the_next_exchange_waits_while_they_are_slow() -> None:
     run = running("a", "b", quorum=2, overlap=1)
     step = exchanges(run, 1, 0.125)
-    assert run.core.fragments[0].rest_s == 0.0, "it may have been one stall"
+    assert run.core.flow.paused_until(run.now) is None, "it may have been one stall"
     step = exchanges(run, 1, 0.125, step)
-    rested = run.now + REST * 0.125
+    paused_until = run.now + 7 * 0.125
     run.now += 0.5
     for later in (step + 4, step + 8):
-        assert not of(Ask, run.report("a", later)) and not of(Ask, run.report("b", later)), "it is due, and rests"
-    assert of(WakeAt, run.send(Tick())) == [WakeAt(rested)]
-    run.now = rested
+        assert not of(Ask, run.report("a", later)) and not of(Ask, run.report("b", later)), "it is due, and waits"
+    assert of(WakeAt, run.send(Tick())) == [WakeAt(paused_until)]
+    run.now = paused_until
     assert {ask.name for ask in of(Ask, run.send(Tick()))} == {"a", "b"}, "then it has its turn without another report"
 
 
-def test_a_clock_that_is_put_back_ends_a_rest() -> None:
+def test_a_clock_that_is_put_back_ends_a_pause() -> None:
     run = running("a", "b", quorum=2, overlap=1)
     step = exchanges(run, 2, 0.125)
-    assert run.core.fragments[0].rest_s
+    assert run.core.flow.paused_until(run.now) is not None
     run.now -= 0.5
     run.report("a", step + 4)
     assert of(Ask, run.report("b", step + 4))
@@ -623,24 +695,25 @@ def test_a_clock_that_is_put_back_ends_a_rest() -> None:
     [(0.25, {}), (0.75, {"quorum": 0, "wait": True}), (0.75, {"adopt": "carry"})],
     ids=["short enough", "lock-step", "nothing is overwritten"],
 )
-def test_no_fragment_rests_without_need(taken_s: float, settings: dict[str, Any]) -> None:
+def test_nothing_is_held_back_without_need(taken_s: float, settings: dict[str, Any]) -> None:
     run = running("a", "b", **{"quorum": 2, "overlap": 3, **settings})
     step = exchanges(run, 4, taken_s)
     run.report("a", step + 4)
     assert of(Ask, run.report("b", step + 4))
+    assert run.core.flow.at_once == 1
 
 
-def test_after_a_stall_nothing_rests_and_what_stays_slow_rests_as_long_as_it_takes() -> None:
+def test_after_a_stall_nothing_waits_and_what_stays_slow_waits_as_long_as_it_takes() -> None:
     run = running("a", "b", quorum=2, overlap=1)
-    fragment, period = run.core.fragments[0], run.core.sync.every * 0.1
+    flow, period = run.core.flow, run.core.sync.every * 0.1
     step = exchanges(run, 1, 1.5 * SILENCE_S, exchanges(run, 1, 0.0))
-    assert fragment.rest_s == 0.0, "one stall says nothing of the next exchange"
+    assert flow.paused_until(run.now) is None, "one stall says nothing of the next exchange"
     assert run.core.grace.seconds(0.1) <= LONGEST * period
     step = exchanges(run, 1, 0.0, step)
     assert run.core.grace.taken(0.1) > period, "exchanges still seem to take long"
-    assert fragment.rest_s == 0.0, "but this one did not"
+    assert flow.paused_until(run.now) is None, "but this one did not"
     exchanges(run, 2, 5 * LONGEST * period, step)
-    assert fragment.rest_s == pytest.approx(REST * LONGEST * period)
+    assert flow.paused_until(run.now) == pytest.approx(run.now + 7 * LONGEST * period)
 
 
 def test_the_time_to_merge_and_store_is_taken_off_the_next_grace_window() -> None:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from skerry.config import Config
     from skerry.wire.connection import TLS
 
-MOST_MERGE_THREADS = 4
-"""Of one merge, on a machine with four times as many cores."""
-
 STOPPED = 143
 """As if by the signal, so that whoever looks after a process that was told to stop before its run ended starts it again."""
 EVERY_INTERFACE = ("0.0.0.0", "::", "[::]")
@@ -257,16 +254,12 @@ def _part(name: str) -> None:
 
 def _merging_part(name: str) -> None:
     _part(name)
-    from skerry.cores import cores
     from skerry.syncer.memory import keep_freed_memory
 
     keep_freed_memory()  # before torch and gRPC start threads
-    # Merges run side by side, and islands may train here: threads inside a merge must not spin idly, and few machines have
-    # cores for them.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    torch.set_num_threads(max(1, min(MOST_MERGE_THREADS, cores() // 4)))
+    torch.set_num_threads(1)  # merges run side by side; to wake a second thread for a block takes as long as it saves
 
 
 def _stopped_by_signal() -> asyncio.Event:

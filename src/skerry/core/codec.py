@@ -21,6 +21,15 @@ if sys.byteorder != "little":  # pragma: no cover - no such machine is supported
     raise ImportError("Skerry's wire format is little-endian and this machine is not")
 
 
+QUICK_NUMEL = 1 << 19
+
+
+def is_quick(name: str, numel: int) -> bool:
+    """Whether to encode or decode a vector takes less time than to have another thread do it: that thread, too, needs the
+    interpreter. Codecs that do more than a cast take about eight times as long."""
+    return numel <= (QUICK_NUMEL if name in ("fp32", "bf16") else QUICK_NUMEL // 8)
+
+
 class Codec(Protocol):
     @property
     def name(self) -> str: ...

@@ -21,7 +21,9 @@ Rules:
     then what is in no merge is given to others. One that returns after that starts over from the current versions.
 12. A fragment whose data is not served has no rounds until it is. What was gathered for it is lost, and asked for again. One
     who leaves does not wait for it longer than silence is tolerated, nor does the end of a run for ever.
-13. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
+13. While exchanges take longer than they may, few rounds are open at a time, and the fragment that waits longest is next: see
+    flow.py. Those who leave and the end of a run are not held back.
+14. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
 """
 
 from __future__ import annotations

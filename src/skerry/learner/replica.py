@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from skerry.config import SyncConfig
-from skerry.core.codec import Codec, raw_bytes
+from skerry.core.codec import Codec, is_quick, raw_bytes
 from skerry.core.exchange import KEPT_GIVES
 from skerry.core.feedback import Feedback
 from skerry.core.fragment import SET_ASIDE_SHARE, Fragment, Layout
@@ -30,8 +30,6 @@ from skerry.learner.pinned import PinnedMemory
 
 log = logging.getLogger("skerry.learner")
 
-QUICK_NUMEL = 1 << 19
-"""The largest fragment that the event loop copies and casts by itself. Every other codec takes about eight times as long."""
 OPEN_ANSWERS = 2
 """Of one fragment: its rounds follow each other, so only answers to the same question can both be open."""
 SETS_ASIDE = ("cuda",)
@@ -118,8 +116,8 @@ class Replica:
             raise ConfigError(f"all trained tensors of an island must be on one CPU or CUDA device, got {names}")
         self.device = next(iter(devices))
         self._cuda = self.device.type == "cuda"
-        quick_numel = QUICK_NUMEL if sync.send in ("fp32", "bf16") and sync.publish in ("fp32", "bf16") else QUICK_NUMEL // 8
-        self.quick = not self._cuda and max(fragment.numel for fragment in layout.fragments) <= quick_numel
+        largest = max(fragment.numel for fragment in layout.fragments)
+        self.quick = not self._cuda and is_quick(sync.send, largest) and is_quick(sync.publish, largest)
         """To copy and encode a fragment takes less time than to have another thread do it."""
         self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._copies: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skerry.config import SyncConfig
 from skerry.core import messages as m
-from skerry.core.codec import FP32, byte_tensor, raw_bytes
+from skerry.core.codec import FP32, byte_tensor, is_quick, raw_bytes
 from skerry.core.fragment import Layout
 from skerry.core.fragment_codec import fragment_codec
 from skerry.core.merge import FragmentState, norms_of, publish
@@ -234,9 +234,12 @@ class Bulk:
     async def take(self, name: str, session: str, header: pb.Upload, assembly: Assembly) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
         numel = self._layout.fragments[header.fragment].numel
-        async with self._decoding:
-            loop = asyncio.get_running_loop()
-            gathered, length = await loop.run_in_executor(None, self._decode, header.fragment, assembly)
+        if is_quick(self._sync.send, numel):
+            gathered, length = self._decode(header.fragment, assembly)
+        else:
+            async with self._decoding:
+                loop = asyncio.get_running_loop()
+                gathered, length = await loop.run_in_executor(None, self._decode, header.fragment, assembly)
         # Much may have happened meanwhile.
         if len(self._last_sent) > MAX_REMEMBERED:
             self._last_sent.clear()  # names of learners that came and went; to forget the others costs one look
