@@ -20,7 +20,7 @@ from skerry.config import Config, from_json
 from skerry.cores import cores
 from skerry.data.corpus import Corpus, load_corpus
 from skerry.data.windows import validation_batches
-from skerry.errors import StoreError
+from skerry.errors import ConfigError, StoreError
 from skerry.metrics import MetricsWriter
 from skerry.models.gpt import GPT, build_gpt, generate
 from skerry.syncer.run_folder import read_identity, read_model, read_span_s, read_standing
@@ -128,10 +128,23 @@ def watch_run(folder: Path, poll_s: float = 0.5) -> None:
     metrics.close()
     current.refresh()
     torch.set_num_threads(max(1, cores() // 2))
-    finish(
-        folder, current.config, current.model, current.corpus, current.device,
-        tokens=standing.tokens, step=standing.step, seconds=read_span_s(folder),
-    )  # fmt: skip
+    facts = {"tokens": standing.tokens, "step": standing.step, "seconds": read_span_s(folder)}
+    device = _free_device(current.config)
+    try:
+        finish(folder, current.config, current.model.to(device), current.corpus, device, **facts)
+    except torch.OutOfMemoryError as error:
+        if device == current.device:
+            raise
+        log.warning("validated on the CPU: %s", error)
+        finish(folder, current.config, current.model.to(current.device), current.corpus, current.device, **facts)
+
+
+def _free_device(config: Config) -> torch.device:
+    """What islands trained on, if there is one here: they have left it."""
+    try:
+        return pick_device(config.islands.device)
+    except ConfigError:
+        return torch.device("cpu")
 
 
 def _checkpoint(folder: Path, step: int, tensors: dict[str, Tensor]) -> None:
