@@ -49,6 +49,7 @@ def test_help_names_every_command_without_loading_torch() -> None:
         (["train", "--train.lr", "-1"], "train.lr must be > 0, got -1.0"),
         (["train", "--model.size", "7x", "--run", "RUN"], "model.size must be one of"),
         (["train", "--data.corpus", "folder", "--data.path", "nowhere", "--run", "RUN"], "nowhere"),
+        (["train", "--data.corpus", "folder", "--run", "RUN"], "data.path must be set for corpus 'folder', got ''"),
         (["train", "--init", "nowhere.safetensors", "--run", "RUN"], "init file nowhere.safetensors cannot be read"),
         (["train", "--islands.device", "cuda:99", "--run", "RUN"], "cuda:99"),
         (["syncer", "nowhere"], "nowhere holds no run"),

@@ -150,7 +150,6 @@ def test_a_value_out_of_range_is_refused_with_name_value_and_requirement(path: s
 
 
 def test_settings_that_do_not_fit_together_are_refused() -> None:
-    assert refusal({"data": {"corpus": "folder"}}) == "data.path must be set for corpus 'folder', got ''"
     assert refusal({"model": {"experts": 4, "active": 5}}) == "model.active must be at most model.experts, got 5"
     with pytest.raises(ConfigError, match="sync.overlap must be below sync.every in lock-step, got 4"):
         SyncConfig(every=4, overlap=4, wait=True, quorum=0)

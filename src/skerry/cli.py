@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from skerry.config import Config
     from skerry.wire.connection import TLS
 
+MOST_MERGE_THREADS = 4
+"""Of one merge, on a machine with four times as many cores."""
+LARGE_NUMEL = 1 << 23
+"""Elements of a fragment that is worth more than one thread."""
 STOPPED = 143
 """As if by the signal, so that whoever looks after a process that was told to stop before its run ended starts it again."""
 EVERY_INTERFACE = ("0.0.0.0", "::", "[::]")
@@ -252,14 +256,21 @@ def _part(name: str) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s")
 
 
-def _merging_part(name: str) -> None:
+def _merging_part(name: str, run: Path) -> None:
     _part(name)
+    from skerry.cores import cores
     from skerry.syncer.memory import keep_freed_memory
 
     keep_freed_memory()  # before torch and gRPC start threads
+    # Islands may train here: threads inside a merge must not spin idly.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    torch.set_num_threads(1)  # merges run side by side; to wake a second thread for a block takes as long as it saves
+    from skerry.syncer.run_folder import read_identity
+
+    # Merges run side by side, and to wake a second thread takes as long as it saves where fragments are small.
+    largest = max(fragment.numel for fragment in read_identity(run).layout.fragments)
+    torch.set_num_threads(max(1, min(MOST_MERGE_THREADS, cores() // 4)) if largest >= LARGE_NUMEL else 1)
 
 
 def _stopped_by_signal() -> asyncio.Event:
@@ -273,7 +284,7 @@ def _stopped_by_signal() -> asyncio.Event:
 
 
 def _syncer(options: argparse.Namespace) -> None:
-    _merging_part("syncer")
+    _merging_part("syncer", options.run)
     import asyncio
 
     from skerry.chaos.inflicted import Inflicted, attach_to_syncer
@@ -311,7 +322,7 @@ def _syncer(options: argparse.Namespace) -> None:
 
 
 def _shard(options: argparse.Namespace) -> None:
-    _merging_part(f"shard-{options.number}")
+    _merging_part(f"shard-{options.number}", options.run)
     import asyncio
 
     from skerry.syncer.shard import run_shard

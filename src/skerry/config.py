@@ -206,7 +206,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "in (0, 0.5)")
-        _require(self.corpus == "stdlib" or bool(self.path), "data.path", self.path, f"set for corpus {self.corpus!r}")
         _require(all("=" in pin for pin in self.pinned), "data.pinned", self.pinned, 'a list of "region=folder"')
 
     def pinned_folders(self) -> list[tuple[str, str]]:
@@ -329,6 +328,9 @@ class Config:
 
     def resolved(self) -> Config:
         """With everything derived filled in: the form that is written into the run folder."""
+        # Only now: the file may leave it to the command line.
+        data = self.data
+        _require(data.corpus == "stdlib" or bool(data.path), "data.path", data.path, f"set for corpus {data.corpus!r}")
         sync = self.sync.for_algorithm(self.algorithm)
         step_tokens = self.train.batch * self.model.context * self.islands.count
         begin = sync.begin
