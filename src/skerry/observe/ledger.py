@@ -30,7 +30,7 @@ from skerry.core.leases import Leases
 from skerry.syncer.run_folder import read_identity, read_tape
 
 KINDS = ("joined", "left", "banked", "ended", "leased", "returned", "merged", "tape_gap")
-MUCH_REPLACED = 0.25
+MUCH_REPLACED = 0.2
 """Of τ out of H steps the work is replaced by design; so much of it is a sign that the settings do not fit."""
 Span = tuple[int, int]
 """From, to."""
@@ -317,7 +317,7 @@ def ledger_summary(ledger: Ledger, sizes: Sequence[int]) -> str:
         f"were in one, {shares['lost']:.1%} lost"
     ]
     if shares["replaced"] > MUCH_REPLACED:
-        lines.append("                 exchanges take long beside sync.every steps: a larger one would keep more of the work")
+        lines.append("                 exchanges take long beside sync.every steps: a larger one, or longer steps (train.batch), keep more")
     if not ledger.adds_up:
         lines.append("                 THE LEDGER DOES NOT ADD UP: see skerry ledger")
     return "\n".join(lines)
