@@ -3,8 +3,8 @@
     python benchmarks/short_steps.py [--quick] [--step 0.022] [--islands 4] [--size 11m] [--shards 0]
 
 A syncer and islands, each a process. Their steps only sleep, so that the machine has little to do but exchanges; with 11M
-parameters, H = P = 24 and steps of 22 ms, as four islands that share a GPU have them, an island has 45 exchanges a second. What is in the model is from the run's ledger. The run begins as `skerry train` lets it begin: merged
-often at first.
+parameters, H = P = 24 and steps of 22 ms, as four islands that share a GPU have them, an island has 45 exchanges a second.
+What is in the model is from the run's ledger. The run begins as `skerry train` lets it begin: merged often at first.
 """
 
 from __future__ import annotations
