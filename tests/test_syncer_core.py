@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import json
 import math
 import random
@@ -595,17 +594,13 @@ def exchanges(run: Run, count: int, taken_s: float, step: int = 0) -> int:
     return step
 
 
-def many_slow(count: int = 24, **settings: Any) -> Run:
-    """All fragments have been exchanged once, one after the other, each slowly, and the first few are due again."""
-    run = running("a", "b", **{"fragments": count, "quorum": 2, "overlap": 1, "every": count, **settings})
-    for index in range(count):
+def many_slow(**settings: Any) -> Run:
+    """All of 24 fragments have been exchanged once, as they were due, each slowly."""
+    run = running("a", "b", **{"fragments": 24, "quorum": 2, "overlap": 1, "every": 24, **settings})
+    for step in range(1, 25):
         for name in "ab":
-            run.report(name, 1 + index, step_time_s=0.1)
-    for index in range(count):
-        run.now += 0.125
-        run.give("a", index), run.give("b", index)
-        run.now += 0.125
-        run.store(index)
+            run.report(name, step, step_time_s=0.1)
+        finish(run, step % 24, 0.25)
     return run
 
 
@@ -632,17 +627,55 @@ def test_while_exchanges_take_longer_than_they_may_an_eighth_of_the_fragments_is
         assert open_rounds(run) == [index + 1, index + 2, index + 3]
 
 
-def test_as_exchanges_become_quick_again_more_are_under_way_one_by_one() -> None:
+def test_fragments_whose_exchanges_are_quick_are_not_held_back() -> None:
+    """A shard may be slow, or be quick again, while the others are not."""
     run = many_slow()
-    most = [run.core.flow.at_once]
-    for step in range(25, 105):
+    for step in range(25, 60):
         run.report("a", step), run.report("b", step)
-        if open_rounds(run):
-            finish(run, open_rounds(run)[0], 0.0)
-        most.append(run.core.flow.at_once)
-        assert len(open_rounds(run)) <= most[-1]
-    assert most[0] == 3 and most[-1] == 24
-    assert {after - before for before, after in itertools.pairwise(most)} == {0, 1}
+    for index in range(1, 9):
+        finish(run, index, 0.0)
+    assert run.core.flow.slow == {0, *range(9, 24)}
+    assert open_rounds(run) == [9, 10], "an eighth of those"
+    for step in range(60, 84):
+        run.report("a", step), run.report("b", step)
+    assert open_rounds(run) == [*range(1, 9), 9, 10], "and all others, which are due again"
+
+
+@pytest.mark.parametrize("quorum", [0, 1, 2])
+def test_rounds_that_nobody_answers_hold_up_the_others_for_a_while_only(quorum: int) -> None:
+    """Islands may not reach a shard which the syncer reaches."""
+    run = many_slow(quorum=quorum)
+    for step in range(25, 60):
+        run.report("a", step), run.report("b", step)
+    stuck = open_rounds(run)
+    assert len(stuck) == 3
+    [wake] = of(WakeAt, run.send(Tick()))
+    run.now = wake.at
+    assert run.now < SILENCE_S / 2 + run.core.fragments[stuck[0]].round.opened_at  # type: ignore[union-attr]
+    run.send(Tick())
+    assert len(open_rounds(run)) == 6, "without another report"
+    merged: set[int] = set()
+    for step in range(60, 200):
+        run.report("a", step), run.report("b", step)
+        for index in set(open_rounds(run)) - set(stuck):
+            finish(run, index, 0.25)
+            merged.add(index)
+        run.now += 0.1
+    assert merged == set(range(24)) - set(stuck) and set(stuck) <= set(open_rounds(run))
+
+
+def test_one_fragment_whose_exchanges_are_slow_is_under_way_for_an_eighth_of_the_time() -> None:
+    run = running("a", "b", fragments=2, quorum=2, overlap=1)
+    under_way = 0.0
+    began = run.now = 0.0
+    for step in range(4, 4000, 2):
+        run.report("a", step, step_time_s=0.1), run.report("b", step, step_time_s=0.1)
+        for index in open_rounds(run):
+            took = 0.0 if index == 0 else 0.8
+            finish(run, index, took)
+            under_way += took
+        run.now += 0.2
+    assert 0.08 < under_way / (run.now - began) < 0.14
 
 
 def test_those_who_leave_and_the_end_of_a_run_are_not_held_back_by_slow_exchanges() -> None:
@@ -700,7 +733,19 @@ def test_nothing_is_held_back_without_need(taken_s: float, settings: dict[str, A
     step = exchanges(run, 4, taken_s)
     run.report("a", step + 4)
     assert of(Ask, run.report("b", step + 4))
-    assert run.core.flow.at_once == 1
+    assert not run.core.flow.slow
+
+
+def test_one_stall_that_holds_up_several_exchanges_is_one_stall() -> None:
+    run = running("a", "b", fragments=2, quorum=2, overlap=1)
+    for step in range(4, 12, 2):
+        run.report("a", step, step_time_s=0.1), run.report("b", step, step_time_s=0.1)
+        for index in open_rounds(run):
+            finish(run, index, 0.0)
+    run.report("a", 14), run.report("b", 14)
+    assert open_rounds(run) == [0, 1]
+    finish(run, 0, 5.0), finish(run, 1, 0.0)
+    assert run.core.flow.slow == {0, 1} and run.core.flow.paused_until(run.now) is None
 
 
 def test_after_a_stall_nothing_waits_and_what_stays_slow_waits_as_long_as_it_takes() -> None:

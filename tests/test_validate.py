@@ -12,6 +12,7 @@ from jobs import tiny_job
 from skerry.config import load
 from skerry.core.standing import Standing
 from skerry.launch.local import create_job
+from skerry.models.gpt import GPT
 from skerry.train import validate as module
 
 
@@ -22,14 +23,21 @@ def test_the_last_validation_is_on_the_device_of_the_islands_or_on_the_cpu_if_it
     create_job(load(tmp_path / "job.toml").resolved(), tmp_path / "run")
     other = torch.device("cpu:0")  # another name of the same, as good as a GPU here
     finish, tried, full = module.finish, [], True
+    to, moved = GPT.to, []
+
+    def to_device(model: GPT, device: torch.device) -> GPT:
+        moved.append(device)
+        return to(model, device)
 
     def finish_here(folder, config, model, corpus, device, **facts):  # type: ignore[no-untyped-def]
         tried.append(device)
+        assert moved[-1:] == [device] or (device.type, device.index) == ("cpu", None)
         if full and device == other:
-            raise torch.OutOfMemoryError("no room")
+            raise torch.AcceleratorError("no room")
         return finish(folder, config, model, corpus, device, **facts)
 
     ended = Standing(phase="ended", banked_tokens=1000, step=7)
+    monkeypatch.setattr(GPT, "to", to_device)
     monkeypatch.setattr(module.os, "nice", lambda _: 0)
     monkeypatch.setattr(module.torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(module, "read_standing", lambda _: ended)

@@ -41,7 +41,10 @@ class GraceWindow:
 
     def taken(self, step_time_s: float) -> float:
         """What an exchange takes by itself."""
-        return min(self.quorum_time.get() + self.sync_time.get(), LONGEST * self.every * step_time_s)
+        return min(self.quorum_time.get() + self.sync_time.get(), self.longest(step_time_s))
+
+    def longest(self, step_time_s: float) -> float:
+        return LONGEST * self.every * step_time_s
 
     def allowed(self, step_time_s: float) -> float:
         """What an exchange may take."""

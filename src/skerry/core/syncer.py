@@ -21,8 +21,8 @@ Rules:
     then what is in no merge is given to others. One that returns after that starts over from the current versions.
 12. A fragment whose data is not served has no rounds until it is. What was gathered for it is lost, and asked for again. One
     who leaves does not wait for it longer than silence is tolerated, nor does the end of a run for ever.
-13. While exchanges take longer than they may, few rounds are open at a time, and the fragment that waits longest is next: see
-    flow.py. Those who leave and the end of a run are not held back.
+13. Of fragments whose exchanges take longer than they may few have a round at a time, and the one that waits longest is next:
+    see flow.py. Those who leave and the end of a run are not held back.
 14. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
 """
 
@@ -82,6 +82,8 @@ RETURN_S = 7.0
 RESTORE_TRIES = 10
 LAST_CHANCE = 20
 """One that leaves is waited for while its bytes move, but a round is not kept open longer than this many times `silence_s`."""
+PATIENCE = 4
+"""Times what exchanges take: slow fragments do not wait longer for the round of another one."""
 REMEMBERED = 500
 """Learners that are gone but still known, in case they come back."""
 
@@ -481,7 +483,8 @@ class SyncerCore:
         self.grace.sync_time.add(min(now - gathering.merging_since, LAST_CHANCE * self.sync.silence_s))
         if not self.sync.wait and self.sync.adopt != "carry":  # what is carried over is not lost
             step_s = self._step_time()
-            self.flow.merged(now, self.grace.taken(step_s), gathering.taken_s(now), self.grace.allowed(step_s))
+            limits = self.grace.allowed(step_s), self.grace.longest(step_s)
+            self.flow.merged(event.fragment, now, gathering.taken_s(now), *limits)
         total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
             learner = self.learners[name]
@@ -617,7 +620,7 @@ class SyncerCore:
         if self.phase == "running" and self._waits_for_returns(now):
             return
         leaving = [learner for learner in self.learners.values() if learner.phase == "leaving"]
-        room = self._room_for_rounds(now)
+        slow_open = len(self._slow_rounds(now))
         for index in sorted(range(len(self.fragments)), key=lambda index: self.fragments[index].merged_step):
             fragment = self.fragments[index]
             waits = fragment.away_since is not None and not (self.phase == "closing" and self._given_up(fragment, now))
@@ -632,20 +635,23 @@ class SyncerCore:
             owing = {learner.name for learner in leaving if index in (learner.owes or ())}
             if fragment.round is not None:
                 self._ask_again(index, fragment.round, due, owing, actions)
-            elif (due > fragment.merged_step and room > 0) or owing:
+            elif owing or (due > fragment.merged_step and self.flow.may_open(index, slow_open, now)):
                 trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
                 # A turn that was cancelled is tried again, but not with those who have answered it.
                 again = due == fragment.last_round and bool(fragment.declined & (trains | owing))
                 step = due if due > fragment.merged_step and not again else fragment.next_round(self.step)
                 self._open(index, now, step, trains, owing, actions)
-                room -= 1
+                slow_open += index in self.flow.slow
 
-    def _room_for_rounds(self, now: float) -> int:
-        """How many more may be open. Those that nothing is done for at the moment do not count."""
-        if self.flow.paused_until(now) is not None:
-            return 0
-        rounds = [fragment.round for fragment in self.fragments if fragment.round and fragment.away_since is None]
-        return self.flow.at_once - sum(not gathering.restores and gathering.not_before <= now for gathering in rounds)
+    def _slow_rounds(self, now: float) -> list[Round]:
+        """Those that others wait for: of slow fragments, and not for ever. One that nothing is done for, or that nobody answers
+        (an island may not reach a shard, one that leaves may take its time), does not hold up the others."""
+        rounds = [fragment.round for index in self.flow.slow if (fragment := self.fragments[index]).away_since is None]
+        return [r for r in rounds if r and r.not_before <= now and r.opened_at <= now < r.opened_at + self._patience_s]
+
+    @property
+    def _patience_s(self) -> float:
+        return min(PATIENCE * (self.grace.quorum_time.get() + self.grace.sync_time.get()), self.sync.silence_s)
 
     def _open_last_round(self, index: int, now: float, actions: list[Action]) -> None:
         """While the run closes each fragment gets one last round, once its present one is over."""
@@ -847,5 +853,6 @@ class SyncerCore:
         if self.phase == "closing" or any(learner.phase == "leaving" for learner in self.learners.values()):
             times += [self._patience(f) for f in self.fragments if f.away_since is not None and not self._given_up(f, now)]
         times += [paused_until] if (paused_until := self.flow.paused_until(now)) is not None else []
+        times += [r.opened_at + self._patience_s for r in self._slow_rounds(now)]
         times = [time for time in times if time < math.inf]
         return max(min(times), now) if times else None

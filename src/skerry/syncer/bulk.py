@@ -51,6 +51,10 @@ class Gathered(NamedTuple):
     """Of each of its tensors."""
 
 
+FEW_PIECES = 64
+"""The norms of more tensors than these are not worked out on the event loop: each is a few calls of torch."""
+
+
 class Bulk:
     def __init__(self, layout: Layout, sync: SyncConfig, desk: Desk, relay: Relay | None = None) -> None:
         self._layout = layout
@@ -233,8 +237,8 @@ class Bulk:
 
     async def take(self, name: str, session: str, header: pb.Upload, assembly: Assembly) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
-        numel = self._layout.fragments[header.fragment].numel
-        if is_quick(self._sync.send, numel):
+        numel, pieces = self._layout.fragments[header.fragment].numel, len(self._layout.fragments[header.fragment].pieces)
+        if is_quick(self._sync.send, numel) and pieces <= FEW_PIECES:
             gathered, length = self._decode(header.fragment, assembly)
         else:
             async with self._decoding:

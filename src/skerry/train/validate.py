@@ -132,11 +132,13 @@ def watch_run(folder: Path, poll_s: float = 0.5) -> None:
     device = _free_device(current.config)
     try:
         finish(folder, current.config, current.model.to(device), current.corpus, device, **facts)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # it may be full, or there may be less GPUs here than where islands trained
         if device == current.device:
             raise
         log.warning("validated on the CPU: %s", error)
-        finish(folder, current.config, current.model.to(current.device), current.corpus, current.device, **facts)
+        current = GlobalModel(folder)  # after some errors nothing can be read back from a GPU
+        current.refresh()
+        finish(folder, current.config, current.model, current.corpus, current.device, **facts)
 
 
 def _free_device(config: Config) -> torch.device:
