@@ -620,7 +620,7 @@ class SyncerCore:
         if self.phase == "running" and self._waits_for_returns(now):
             return
         leaving = [learner for learner in self.learners.values() if learner.phase == "leaving"]
-        slow_open = len(self._slow_rounds(now))
+        others = len(self._rounds_waited_for(now))
         for index in sorted(range(len(self.fragments)), key=lambda index: self.fragments[index].merged_step):
             fragment = self.fragments[index]
             waits = fragment.away_since is not None and not (self.phase == "closing" and self._given_up(fragment, now))
@@ -635,18 +635,18 @@ class SyncerCore:
             owing = {learner.name for learner in leaving if index in (learner.owes or ())}
             if fragment.round is not None:
                 self._ask_again(index, fragment.round, due, owing, actions)
-            elif owing or (due > fragment.merged_step and self.flow.may_open(index, slow_open, now)):
+            elif owing or (due > fragment.merged_step and self.flow.may_open(index, others, now)):
                 trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
                 # A turn that was cancelled is tried again, but not with those who have answered it.
                 again = due == fragment.last_round and bool(fragment.declined & (trains | owing))
                 step = due if due > fragment.merged_step and not again else fragment.next_round(self.step)
                 self._open(index, now, step, trains, owing, actions)
-                slow_open += index in self.flow.slow
+                others += index in self.flow.held_back
 
-    def _slow_rounds(self, now: float) -> list[Round]:
-        """Those that others wait for: of slow fragments, and not for ever. One that nothing is done for, or that nobody answers
-        (an island may not reach a shard, one that leaves may take its time), does not hold up the others."""
-        rounds = [fragment.round for index in self.flow.slow if (fragment := self.fragments[index]).away_since is None]
+    def _rounds_waited_for(self, now: float) -> list[Round]:
+        """Of fragments that are held back: others wait for them, but not for ever. One that nothing is done for, or that nobody
+        answers (an island may not reach a shard, one that leaves may take its time), does not hold up the others."""
+        rounds = [fragment.round for index in self.flow.held_back if (fragment := self.fragments[index]).away_since is None]
         return [r for r in rounds if r and r.not_before <= now and r.opened_at <= now < r.opened_at + self._patience_s]
 
     @property
@@ -853,6 +853,6 @@ class SyncerCore:
         if self.phase == "closing" or any(learner.phase == "leaving" for learner in self.learners.values()):
             times += [self._patience(f) for f in self.fragments if f.away_since is not None and not self._given_up(f, now)]
         times += [paused_until] if (paused_until := self.flow.paused_until(now)) is not None else []
-        times += [r.opened_at + self._patience_s for r in self._slow_rounds(now)]
+        times += [r.opened_at + self._patience_s for r in self._rounds_waited_for(now)]
         times = [time for time in times if time < math.inf]
         return max(min(times), now) if times else None
