@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -82,13 +83,13 @@ def recorded(actions: list[Action]) -> list[str]:
 class Run:
     """A core with its clock, and short words for what learners do."""
 
-    def __init__(self, *, fragments: int = 1, now: float = 0.0, **settings: Any) -> None:
+    def __init__(self, *, fragments: int = 1, now: float = 0.0, places: Any = (), **settings: Any) -> None:
         settings.setdefault("silence_s", SILENCE_S)
         settings.setdefault("every", 4)
         self.sync = SyncConfig(fragments=fragments, **settings)
         self.count = fragments
         self.now = now
-        self.core = SyncerCore(self.sync, fragments, now=now)
+        self.core = SyncerCore(self.sync, fragments, now=now, places=places)
 
     def send(self, event: Event) -> list[Action]:
         return self.core.handle(event, self.now)
@@ -627,19 +628,32 @@ def test_while_exchanges_take_longer_than_they_may_an_eighth_of_the_fragments_is
         assert open_rounds(run) == [index + 1, index + 2, index + 3]
 
 
-def test_fragments_whose_exchanges_are_quick_are_not_held_back() -> None:
-    """A shard may be slow while the others are not."""
+def test_as_exchanges_become_quick_again_more_are_under_way_one_by_one() -> None:
     run = many_slow()
-    quick = set(range(1, 13))
+    [flow] = run.core.flows
+    most = [flow.at_once]
+    for step in range(25, 105):
+        run.report("a", step), run.report("b", step)
+        if open_rounds(run):
+            finish(run, open_rounds(run)[0], 0.0)
+        most.append(flow.at_once)
+        assert len(open_rounds(run)) <= most[-1]
+    assert most[0] == 3 and most[-1] == 24
+    assert {after - before for before, after in itertools.pairwise(most)} == {0, 1}
+
+
+def test_a_slow_shard_does_not_hold_up_the_fragments_of_another() -> None:
+    quick = set(range(12))
+    run = many_slow(places=[quick, set(range(12, 24))])
     for step in range(25, 97):
         run.report("a", step), run.report("b", step)
         for index in open_rounds(run):
             finish(run, index, 0.0 if index in quick else 0.25)
-    assert run.core.flow.held_back == {0, *range(13, 24)}
+    run.now += 1.0  # a little pause is over, because two of twelve are more than an eighth
     for step in range(97, 145):
         run.report("a", step), run.report("b", step)
     opened = set(open_rounds(run))
-    assert quick < opened and len(opened - quick) == 2, "of twelve"
+    assert quick < opened and len(opened - quick) == 2
 
 
 @pytest.mark.parametrize("quorum", [0, 1, 2])
@@ -665,18 +679,22 @@ def test_rounds_that_nobody_answers_hold_up_the_others_for_a_while_only(quorum: 
     assert merged == set(range(24)) - set(stuck) and set(stuck) <= set(open_rounds(run))
 
 
-def test_one_fragment_whose_exchanges_are_slow_is_under_way_for_an_eighth_of_the_time() -> None:
-    run = running("a", "b", fragments=2, quorum=2, overlap=1)
-    under_way = 0.0
-    began = run.now = 0.0
-    for step in range(4, 4000, 2):
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 12, 15, 16, 23, 24])
+def test_while_exchanges_are_slow_a_fragment_is_under_way_for_an_eighth_of_the_time(count: int) -> None:
+    """Exchanges take 1.2 s each, however many there are at a time."""
+    run = running("a", "b", fragments=count, quorum=2, overlap=1, every=24)
+    under_way, ends = 0.0, dict[int, float]()
+    for step in range(1, 6000):
         run.report("a", step, step_time_s=0.1), run.report("b", step, step_time_s=0.1)
         for index in open_rounds(run):
-            took = 0.0 if index == 0 else 0.8
-            finish(run, index, took)
-            under_way += took
-        run.now += 0.2
-    assert 0.08 < under_way / (run.now - began) < 0.14
+            if index not in ends:
+                ends[index] = run.now + 1.2
+            elif ends[index] <= run.now + 1e-9:
+                del ends[index]
+                finish(run, index, 0.0)
+        under_way += 0.1 * len(open_rounds(run)) if step > 1000 else 0.0
+        run.now += 0.1
+    assert 0.08 < under_way / count / 500 < 0.16
 
 
 def test_those_who_leave_and_the_end_of_a_run_are_not_held_back_by_slow_exchanges() -> None:
@@ -704,7 +722,7 @@ def test_rounds_for_which_nothing_is_done_hold_up_no_others() -> None:
 def test_with_few_fragments_the_next_exchange_waits_while_they_are_slow() -> None:
     run = running("a", "b", quorum=2, overlap=1)
     step = exchanges(run, 1, 0.125)
-    assert run.core.flow.paused_until(run.now) is None, "it may have been one stall"
+    assert run.core.flows[0].paused_until(run.now) is None, "it may have been one stall"
     step = exchanges(run, 1, 0.125, step)
     paused_until = run.now + 7 * 0.125
     run.now += 0.5
@@ -718,7 +736,7 @@ def test_with_few_fragments_the_next_exchange_waits_while_they_are_slow() -> Non
 def test_a_clock_that_is_put_back_ends_a_pause() -> None:
     run = running("a", "b", quorum=2, overlap=1)
     step = exchanges(run, 2, 0.125)
-    assert run.core.flow.paused_until(run.now) is not None
+    assert run.core.flows[0].paused_until(run.now) is not None
     run.now -= 0.5
     run.report("a", step + 4)
     assert of(Ask, run.report("b", step + 4))
@@ -734,7 +752,7 @@ def test_nothing_is_held_back_without_need(taken_s: float, settings: dict[str, A
     step = exchanges(run, 4, taken_s)
     run.report("a", step + 4)
     assert of(Ask, run.report("b", step + 4))
-    assert not run.core.flow.held_back
+    assert not run.core.flows[0].holds_back
 
 
 def test_one_stall_that_holds_up_several_exchanges_is_one_stall() -> None:
@@ -746,12 +764,12 @@ def test_one_stall_that_holds_up_several_exchanges_is_one_stall() -> None:
     run.report("a", 14), run.report("b", 14)
     assert open_rounds(run) == [0, 1]
     finish(run, 0, 5.0), finish(run, 1, 0.0)
-    assert run.core.flow.held_back == {0, 1} and run.core.flow.paused_until(run.now) is None
+    assert run.core.flows[0].holds_back and run.core.flows[0].paused_until(run.now) is None
 
 
 def test_after_a_stall_nothing_waits_and_what_stays_slow_waits_as_long_as_it_takes() -> None:
     run = running("a", "b", quorum=2, overlap=1)
-    flow, period = run.core.flow, run.core.sync.every * 0.1
+    flow, period = run.core.flows[0], run.core.sync.every * 0.1
     step = exchanges(run, 1, 1.5 * SILENCE_S, exchanges(run, 1, 0.0))
     assert flow.paused_until(run.now) is None, "one stall says nothing of the next exchange"
     assert run.core.grace.seconds(0.1) <= LONGEST * period
@@ -759,7 +777,8 @@ def test_after_a_stall_nothing_waits_and_what_stays_slow_waits_as_long_as_it_tak
     assert run.core.grace.taken(0.1) > period, "exchanges still seem to take long"
     assert flow.paused_until(run.now) is None, "but this one did not"
     exchanges(run, 2, 5 * LONGEST * period, step)
-    assert flow.paused_until(run.now) == pytest.approx(run.now + 7 * LONGEST * period)
+    paused_until = flow.paused_until(run.now)
+    assert paused_until is not None and run.now + 3 * LONGEST * period < paused_until <= run.now + 7 * LONGEST * period
 
 
 def test_the_time_to_merge_and_store_is_taken_off_the_next_grace_window() -> None:

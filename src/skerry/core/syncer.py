@@ -21,8 +21,8 @@ Rules:
     then what is in no merge is given to others. One that returns after that starts over from the current versions.
 12. A fragment whose data is not served has no rounds until it is. What was gathered for it is lost, and asked for again. One
     who leaves does not wait for it longer than silence is tolerated, nor does the end of a run for ever.
-13. Of fragments whose exchanges take longer than they may few have a round at a time, and the one that waits longest is next:
-    see flow.py. Those who leave and the end of a run are not held back.
+13. While exchanges take longer than they may, few rounds are open at a time, and the fragment that waits longest is next: see
+    flow.py. Those who leave and the end of a run are not held back.
 14. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
 """
 
@@ -31,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
@@ -82,8 +83,6 @@ RETURN_S = 7.0
 RESTORE_TRIES = 10
 LAST_CHANCE = 20
 """One that leaves is waited for while its bytes move, but a round is not kept open longer than this many times `silence_s`."""
-PATIENCE = 4
-"""Times what exchanges take: slow fragments do not wait longer for the round of another one."""
 REMEMBERED = 500
 """Learners that are gone but still known, in case they come back."""
 
@@ -97,7 +96,9 @@ class SyncerCore:
         now: float = 0.0,
         progress: list[FragmentProgress] | None = None,
         standing: Standing | None = None,
+        places: Sequence[Iterable[int]] = (),
     ) -> None:
+        """`places` has the fragments of each shard, if there are any."""
         self.sync = sync
         self.schedule = Schedule(sync, fragments)
         self.fragments = progress or [FragmentProgress() for _ in range(fragments)]
@@ -106,7 +107,8 @@ class SyncerCore:
         self.phase: RunPhase = standing.phase
         self.banked_tokens = standing.banked_tokens
         self.grace = GraceWindow(sync.grace, sync.overlap, sync.every)
-        self.flow = Flow(fragments)
+        self.flows = [Flow(together) for together in (places or [range(fragments)])]
+        self._flow_of = {index: flow for flow in self.flows for index in flow.fragments}
         self.merges = 0
         self.participation: deque[float] = deque(maxlen=200)
         # Learners the last syncer process knew are away, not unknown: in lock-step their return is worth waiting for.
@@ -484,7 +486,7 @@ class SyncerCore:
         if not self.sync.wait and self.sync.adopt != "carry":  # what is carried over is not lost
             step_s = self._step_time()
             limits = self.grace.allowed(step_s), self.grace.longest(step_s)
-            self.flow.merged(event.fragment, now, gathering.taken_s(now), *limits)
+            self._flow_of[event.fragment].merged(event.fragment, now, gathering.taken_s(now), *limits)
         total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
             learner = self.learners[name]
@@ -620,7 +622,7 @@ class SyncerCore:
         if self.phase == "running" and self._waits_for_returns(now):
             return
         leaving = [learner for learner in self.learners.values() if learner.phase == "leaving"]
-        others = len(self._rounds_waited_for(now))
+        room = {flow: self._room_for_rounds(flow, now) for flow in self.flows}
         for index in sorted(range(len(self.fragments)), key=lambda index: self.fragments[index].merged_step):
             fragment = self.fragments[index]
             waits = fragment.away_since is not None and not (self.phase == "closing" and self._given_up(fragment, now))
@@ -635,23 +637,24 @@ class SyncerCore:
             owing = {learner.name for learner in leaving if index in (learner.owes or ())}
             if fragment.round is not None:
                 self._ask_again(index, fragment.round, due, owing, actions)
-            elif owing or (due > fragment.merged_step and self.flow.may_open(index, others, now)):
+            elif owing or (due > fragment.merged_step and room[self._flow_of[index]] > 0):
                 trains = {learner.name for learner in self.learners.values() if self._worth_asking(learner)}
                 # A turn that was cancelled is tried again, but not with those who have answered it.
                 again = due == fragment.last_round and bool(fragment.declined & (trains | owing))
                 step = due if due > fragment.merged_step and not again else fragment.next_round(self.step)
                 self._open(index, now, step, trains, owing, actions)
-                others += index in self.flow.held_back
+                room[self._flow_of[index]] -= 1
 
-    def _rounds_waited_for(self, now: float) -> list[Round]:
-        """Of fragments that are held back: others wait for them, but not for ever. One that nothing is done for, or that nobody
-        answers (an island may not reach a shard, one that leaves may take its time), does not hold up the others."""
-        rounds = [fragment.round for index in self.flow.held_back if (fragment := self.fragments[index]).away_since is None]
-        return [r for r in rounds if r and r.not_before <= now and r.opened_at <= now < r.opened_at + self._patience_s]
+    def _room_for_rounds(self, flow: Flow, now: float) -> int:
+        """How many more may be open."""
+        return 0 if flow.paused_until(now) is not None else flow.at_once - len(self._rounds_waited_for(flow, now))
 
-    @property
-    def _patience_s(self) -> float:
-        return min(PATIENCE * (self.grace.quorum_time.get() + self.grace.sync_time.get()), self.sync.silence_s)
+    def _rounds_waited_for(self, flow: Flow, now: float) -> list[Round]:
+        """Others wait for them, but not for ever. One that nothing is done for, or that nobody answers (an island may not reach
+        a shard, one that leaves may take its time), does not hold up the others."""
+        rounds = [fragment.round for index in flow.fragments if (fragment := self.fragments[index]).away_since is None]
+        patience_s = min(flow.patience_s, self.sync.silence_s)
+        return [r for r in rounds if r and r.not_before <= now and r.opened_at <= now < r.opened_at + patience_s]
 
     def _open_last_round(self, index: int, now: float, actions: list[Action]) -> None:
         """While the run closes each fragment gets one last round, once its present one is over."""
@@ -852,7 +855,10 @@ class SyncerCore:
         times += [learner.heard_at + self.sync.silence_s for learner in self._live()]
         if self.phase == "closing" or any(learner.phase == "leaving" for learner in self.learners.values()):
             times += [self._patience(f) for f in self.fragments if f.away_since is not None and not self._given_up(f, now)]
-        times += [paused_until] if (paused_until := self.flow.paused_until(now)) is not None else []
-        times += [r.opened_at + self._patience_s for r in self._rounds_waited_for(now)]
+        for flow in self.flows:
+            times += [paused_until] if (paused_until := flow.paused_until(now)) is not None else []
+            if flow.holds_back:
+                patience_s = min(flow.patience_s, self.sync.silence_s)
+                times += [gathering.opened_at + patience_s for gathering in self._rounds_waited_for(flow, now)]
         times = [time for time in times if time < math.inf]
         return max(min(times), now) if times else None

@@ -31,7 +31,7 @@ from skerry.syncer.journals import Journals
 from skerry.syncer.merging import LocalPlane, Merger
 from skerry.syncer.probe import Probes
 from skerry.syncer.relay import Relay
-from skerry.syncer.shards import Shards
+from skerry.syncer.shards import Shards, spread
 from skerry.syncer.snapshots import Snapshots
 from skerry.syncer.store import RunStore
 from skerry.syncer.tape import Tape
@@ -61,9 +61,10 @@ class SyncerServer:
         self.sync = store.identity.sync
         self.clock = clock or SystemClock()
         progress, standing = store.load_progress()
-        self.core = SyncerCore(
-            self.sync, len(self.layout.fragments), now=self.clock.now(), progress=progress, standing=standing
-        )
+        count = len(self.layout.fragments)
+        of = spread(self.layout, shards) if shards else []
+        places = [[fragment for fragment in range(count) if of[fragment] == shard] for shard in sorted(set(of))]
+        self.core = SyncerCore(self.sync, count, now=self.clock.now(), progress=progress, standing=standing, places=places)
         self.ended = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """A defect of ours: the process must not go on as if nothing had happened."""
