@@ -10,9 +10,10 @@ exchanges become quick again, one more may be open after each of them. Fragments
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from skerry.core.quorum import MovingAverage
+from skerry.core.standing import FragmentProgress, Round
 
 SHARE = 8
 """One of so many fragments is under way at a time; and each for one in so much of the time."""
@@ -21,9 +22,10 @@ PATIENCE = 4
 
 
 class Flow:
-    """Of the fragments whose data is in one place."""
+    """Of the fragments whose data is in one place. None waits for longer than `silence_s` for another one."""
 
-    def __init__(self, fragments: Iterable[int]) -> None:
+    def __init__(self, fragments: Iterable[int], silence_s: float) -> None:
+        self._silence_s = silence_s
         self._latest: dict[int, deque[float]] = {index: deque(maxlen=2) for index in fragments}
         self._few = max(1, int(len(self._latest) / SHARE + 0.5))
         self.at_once = len(self._latest)
@@ -33,17 +35,8 @@ class Flow:
         self._pause_s = 0.0
 
     @property
-    def fragments(self) -> Iterable[int]:
-        return self._latest.keys()
-
-    @property
     def holds_back(self) -> bool:
         return self.at_once < len(self._latest)
-
-    @property
-    def patience_s(self) -> float:
-        """A round that is open for longer than this does not count any more."""
-        return PATIENCE * self._average.get()
 
     def merged(self, index: int, now: float, taken_s: float, allowed_s: float, longest_s: float) -> None:
         """An exchange of this fragment is over, which took so long, and may take `allowed_s`. It is not reckoned with as longer
@@ -59,7 +52,30 @@ class Flow:
         times = max(0.0, SHARE * self._few / len(self._latest) - 1.0)
         self._paused_at, self._pause_s = now, times * typical_s if typical_s > allowed_s else 0.0
 
+    def room(self, fragments: Sequence[FragmentProgress], now: float) -> int:
+        """How many more rounds may be open."""
+        if self.paused_until(now) is not None:
+            return 0
+        return self.at_once - (len(self._waited_for(fragments, now)) if self.holds_back else 0)
+
+    def wakes(self, fragments: Sequence[FragmentProgress], now: float) -> list[float]:
+        """When there will be room though nothing happens."""
+        waited_for = self._waited_for(fragments, now) if self.holds_back else []
+        paused_until = self.paused_until(now)
+        pause = [] if paused_until is None else [paused_until]
+        return pause + [gathering.opened_at + self._patience_s for gathering in waited_for]
+
     def paused_until(self, now: float) -> float | None:
         """No round is opened before; None if there is nothing to wait for."""
         until = self._paused_at + self._pause_s
         return until if self._paused_at <= now < until else None  # not if the clock was put back
+
+    def _waited_for(self, fragments: Sequence[FragmentProgress], now: float) -> list[Round]:
+        """Rounds for which others wait, but not for ever. One that nothing is done for, or that nobody answers (an island may
+        not reach a shard, one that leaves may take its time), does not hold up the others."""
+        rounds = [fragments[index].round for index in self._latest if fragments[index].away_since is None]
+        return [r for r in rounds if r and r.not_before <= now and r.opened_at <= now < r.opened_at + self._patience_s]
+
+    @property
+    def _patience_s(self) -> float:
+        return min(PATIENCE * self._average.get(), self._silence_s)

@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from skerry.config import SyncConfig
 from skerry.core import merge as merging
@@ -96,9 +96,9 @@ class SyncerCore:
         now: float = 0.0,
         progress: list[FragmentProgress] | None = None,
         standing: Standing | None = None,
-        places: Sequence[Iterable[int]] = (),
+        places: Sequence[int] = (),
     ) -> None:
-        """`places` has the fragments of each shard, if there are any."""
+        """`places` has for each fragment its shard, if there are any."""
         self.sync = sync
         self.schedule = Schedule(sync, fragments)
         self.fragments = progress or [FragmentProgress() for _ in range(fragments)]
@@ -107,8 +107,11 @@ class SyncerCore:
         self.phase: RunPhase = standing.phase
         self.banked_tokens = standing.banked_tokens
         self.grace = GraceWindow(sync.grace, sync.overlap, sync.every)
-        self.flows = [Flow(together) for together in (places or [range(fragments)])]
-        self._flow_of = {index: flow for flow in self.flows for index in flow.fragments}
+        places = places or [0] * fragments
+        together = {place: [index for index in range(fragments) if places[index] == place] for place in set(places)}
+        flows = {place: Flow(indices, sync.silence_s) for place, indices in together.items()}
+        self.flows = list(flows.values())
+        self._flow_of = [flows[place] for place in places]
         self.merges = 0
         self.participation: deque[float] = deque(maxlen=200)
         # Learners the last syncer process knew are away, not unknown: in lock-step their return is worth waiting for.
@@ -622,7 +625,7 @@ class SyncerCore:
         if self.phase == "running" and self._waits_for_returns(now):
             return
         leaving = [learner for learner in self.learners.values() if learner.phase == "leaving"]
-        room = {flow: self._room_for_rounds(flow, now) for flow in self.flows}
+        room = {flow: flow.room(self.fragments, now) for flow in self.flows}
         for index in sorted(range(len(self.fragments)), key=lambda index: self.fragments[index].merged_step):
             fragment = self.fragments[index]
             waits = fragment.away_since is not None and not (self.phase == "closing" and self._given_up(fragment, now))
@@ -644,17 +647,6 @@ class SyncerCore:
                 step = due if due > fragment.merged_step and not again else fragment.next_round(self.step)
                 self._open(index, now, step, trains, owing, actions)
                 room[self._flow_of[index]] -= 1
-
-    def _room_for_rounds(self, flow: Flow, now: float) -> int:
-        """How many more may be open."""
-        return 0 if flow.paused_until(now) is not None else flow.at_once - len(self._rounds_waited_for(flow, now))
-
-    def _rounds_waited_for(self, flow: Flow, now: float) -> list[Round]:
-        """Others wait for them, but not for ever. One that nothing is done for, or that nobody answers (an island may not reach
-        a shard, one that leaves may take its time), does not hold up the others."""
-        rounds = [fragment.round for index in flow.fragments if (fragment := self.fragments[index]).away_since is None]
-        patience_s = min(flow.patience_s, self.sync.silence_s)
-        return [r for r in rounds if r and r.not_before <= now and r.opened_at <= now < r.opened_at + patience_s]
 
     def _open_last_round(self, index: int, now: float, actions: list[Action]) -> None:
         """While the run closes each fragment gets one last round, once its present one is over."""
@@ -855,10 +847,6 @@ class SyncerCore:
         times += [learner.heard_at + self.sync.silence_s for learner in self._live()]
         if self.phase == "closing" or any(learner.phase == "leaving" for learner in self.learners.values()):
             times += [self._patience(f) for f in self.fragments if f.away_since is not None and not self._given_up(f, now)]
-        for flow in self.flows:
-            times += [paused_until] if (paused_until := flow.paused_until(now)) is not None else []
-            if flow.holds_back:
-                patience_s = min(flow.patience_s, self.sync.silence_s)
-                times += [gathering.opened_at + patience_s for gathering in self._rounds_waited_for(flow, now)]
+        times += [time for flow in self.flows for time in flow.wakes(self.fragments, now)]
         times = [time for time in times if time < math.inf]
         return max(min(times), now) if times else None

@@ -317,7 +317,7 @@ def ledger_summary(ledger: Ledger, sizes: Sequence[int]) -> str:
         f"were in one, {shares['lost']:.1%} lost"
     ]
     if shares["replaced"] > MUCH_REPLACED:
-        lines.append("                 exchanges are long beside sync.every steps: more, or longer ones, would keep more")
+        lines.append("                 exchanges are long beside sync.every steps: a larger one, or longer steps, keep more")
     if not ledger.adds_up:
         lines.append("                 THE LEDGER DOES NOT ADD UP: see skerry ledger")
     return "\n".join(lines)

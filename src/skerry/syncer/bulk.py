@@ -33,6 +33,8 @@ MAX_PROGRESS = 1e12
 MAX_REMEMBERED = 100_000
 REPEAT_NUMEL = 100
 """Progress of fewer numbers than this may well be the same twice."""
+FEW_PIECES = 64
+"""The norms of more tensors than these are not worked out on the event loop: each is a few calls of torch."""
 
 Write = Callable[[Parcel[pb.BulkToLearner]], Awaitable[None]]
 Key = tuple[int, str, str, int]
@@ -49,10 +51,6 @@ class Gathered(NamedTuple):
     delta: Tensor
     norms: list[float]
     """Of each of its tensors."""
-
-
-FEW_PIECES = 64
-"""The norms of more tensors than these are not worked out on the event loop: each is a few calls of torch."""
 
 
 class Bulk:
@@ -237,8 +235,8 @@ class Bulk:
 
     async def take(self, name: str, session: str, header: pb.Upload, assembly: Assembly) -> None:
         """A whole contribution has arrived: decode it and hand it to the state machine."""
-        numel, pieces = self._layout.fragments[header.fragment].numel, len(self._layout.fragments[header.fragment].pieces)
-        if is_quick(self._sync.send, numel) and pieces <= FEW_PIECES:
+        fragment = self._layout.fragments[header.fragment]
+        if is_quick(self._sync.send, fragment.numel) and len(fragment.pieces) <= FEW_PIECES:
             gathered, length = self._decode(header.fragment, assembly)
         else:
             async with self._decoding:
@@ -250,7 +248,7 @@ class Bulk:
         last = self._last_sent.get((name, header.fragment))
         self._last_sent[name, header.fragment] = (header.checksum, header.upto)
         # The same answer sent again because the first did not get through covers the same steps.
-        repeated = numel >= REPEAT_NUMEL and last is not None and last[0] == header.checksum and last[1] != header.upto
+        repeated = fragment.numel >= REPEAT_NUMEL and last is not None and last[0] == header.checksum and last[1] != header.upto
         key = (header.fragment, name, session, header.upto)
         known = key in self._gathered  # the same again, which will be refused
         if not known:

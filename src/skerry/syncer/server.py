@@ -61,9 +61,8 @@ class SyncerServer:
         self.sync = store.identity.sync
         self.clock = clock or SystemClock()
         progress, standing = store.load_progress()
+        places = spread(self.layout, shards) if shards else ()
         count = len(self.layout.fragments)
-        of = spread(self.layout, shards) if shards else []
-        places = [[fragment for fragment in range(count) if of[fragment] == shard] for shard in sorted(set(of))]
         self.core = SyncerCore(self.sync, count, now=self.clock.now(), progress=progress, standing=standing, places=places)
         self.ended = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
