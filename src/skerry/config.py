@@ -1,7 +1,7 @@
 """What a user can set: frozen dataclasses, read from one TOML file and dotted command-line overrides.
 
-Checks live in `__post_init__`, so a configuration that exists is a valid one. Nothing here imports torch: the command
-line must answer `--help` at once.
+Checks live in `__post_init__`; what a file may leave to the command line is checked by `resolved`. Nothing here imports torch:
+the command line must answer `--help` at once.
 """
 
 from __future__ import annotations
