@@ -24,7 +24,7 @@ from torch import nn
 import skerry
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
 from skerry.observe.ledger import audit_run
-from skerry.syncer.run_folder import read_model, read_tape
+from skerry.syncer.storage.run_folder import read_model, read_tape
 
 
 def small_steps(model: nn.Module, learner: skerry.Learner, optimizer: torch.optim.Optimizer, over: threading.Event) -> None:

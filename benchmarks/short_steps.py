@@ -25,7 +25,7 @@ import skerry
 from skerry.config import ModelConfig
 from skerry.models.gpt import GPT, build_gpt
 from skerry.observe.ledger import audit_run
-from skerry.syncer.run_folder import read_tape
+from skerry.syncer.storage.run_folder import read_tape
 
 TARGET = 0.7
 """Of the tokens that were trained on. With two cores, of which these islands use all."""

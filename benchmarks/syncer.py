@@ -35,7 +35,7 @@ from skerry.core.fragment import split
 from skerry.core.merge import FragmentState, merge, nesterov, norms_of, publish, radial_mean
 from skerry.core.tensors import model_tensors
 from skerry.syncer.memory import keep_freed_memory
-from skerry.syncer.run_folder import state_checksum, write_version
+from skerry.syncer.storage.version_file import Label, checksums_of, write_version
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import Assembly, chunk, count_chunks
 from skerry.wire.client import describe
@@ -270,8 +270,8 @@ def profile(learners: int = 8, numel: int = 1 << 22) -> None:
             ("mean of all", 1, lambda: radial_mean(deltas, [1.0] * learners, norms=[of[0] for of in norms])),
             ("outer step", 1, lambda: nesterov(before, after.momentum, 0.5, 0.8)),
             ("what is published, and its checksum", 1, lambda: checksum(raw_bytes(publish(before, after, bf16)[1]))),
-            ("checksum of what is stored", 1, lambda: state_checksum(shown)),
-            ("write and sync", 1, lambda: write_version(Path(parent), "version", shown)),
+            ("checksum of what is stored", 1, lambda: checksums_of(shown)),
+            ("write and sync", 1, lambda: write_version(Path(parent), "version", shown, Label("", 0, 1, 1), 0)),
         ]
         print(f"{learners} contributions of {numel:,} elements in bf16, nanoseconds for each of their bytes:")
         for name, times, work in steps:

@@ -15,7 +15,7 @@ import pytest
 
 from skerry.syncer.server import run_syncer
 from skerry.syncer.shard import run_shard
-from skerry.syncer.store import RunStore
+from skerry.syncer.storage.store import RunStore
 from skerry.wire.connection import TLS
 
 # Some virtual machines say that their CPU multiplies bf16 in tiles (AMX) and then do not let it: torch would end the process.

@@ -255,7 +255,7 @@ class Sqlite:
 
     def _on_delete(self, vfs: int, name: bytes, sync_folder: int) -> int:
         path = os.fsdecode(name)
-        there = os.path.exists(path)
+        there = os.path.exists(path) and self._host.owns(path)
         if there and self._host.refuses("sqlite delete", path):
             return IOERR_DELETE
         code = self._delete(vfs, name, sync_folder)
@@ -284,7 +284,9 @@ class FaultyDisk:
         """Calls that are refused, whatever their number."""
         self._files: dict[int, tuple[str, Content | Folder]] = {}
         self._lock = threading.RLock()
-        self._real = {name: getattr(os, name) for name in ("open", "write", "fsync", "replace", "unlink", "mkdir", "close")}
+        self._real = {
+            name: getattr(os, name) for name in ("open", "write", "pwrite", "fsync", "replace", "unlink", "mkdir", "close")
+        }
 
     def die_at(self, call: int, last_words: Callable[[], None]) -> None:
         self.at, self.until, self.last_words = call, call, last_words
@@ -393,6 +395,14 @@ class FaultyDisk:
         self._refuse("write", path, lambda: put(data[: len(data) // 2]) and None)
         return put(data)
 
+    def _pwrite(self, descriptor: int, data: Any, at: int) -> int:
+        if descriptor in self._files:
+            path, content = self._files[descriptor]
+            assert isinstance(content, Content)
+            self._refuse("write", path)
+            content.changes.append((at, bytes(data)))
+        return int(self._real["pwrite"](descriptor, data, at))
+
     def _fsync(self, descriptor: int) -> None:
         if descriptor not in self._files:
             self._real["fsync"](descriptor)
@@ -408,11 +418,12 @@ class FaultyDisk:
             self._real["replace"](old, new)
             return
         self._refuse("replace", after)
-        assert os.path.dirname(before) == os.path.dirname(after), "a rename from one folder to another is not modelled"
         with self._lock:
             what = self._find(before)
             self._real["replace"](old, new)
-            self._parent(after).changes += [(os.path.basename(after), what), (os.path.basename(before), None)]
+            # Of a rename from one folder to another a power cut may keep either half, both or none.
+            self._parent(after).changes.append((os.path.basename(after), what))
+            self._parent(before).changes.append((os.path.basename(before), None))
 
     def _unlink(self, path: Any, **more: Any) -> None:
         if os.path.exists(path):

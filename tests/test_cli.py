@@ -20,7 +20,7 @@ from skerry.errors import StoreError
 from skerry.launch import local
 from skerry.launch.local import create_job
 from skerry.models.gpt import build_gpt
-from skerry.syncer.run_folder import read_identity, read_model
+from skerry.syncer.storage.run_folder import read_identity, read_model
 from skerry.train import island as island_module
 from skerry.train import validate as validation
 from skerry.train.job import lr_factor

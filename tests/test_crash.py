@@ -28,8 +28,8 @@ from skerry.core import syncer as cores
 from skerry.core.codec import raw_bytes
 from skerry.core.standing import Standing
 from skerry.errors import StoreError
-from skerry.syncer import tape as tapes
-from skerry.syncer.store import RunStore, TapeEntry
+from skerry.syncer.storage import tape as tapes
+from skerry.syncer.storage.store import RunStore, TapeEntry
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import skerry
 from skerry.config import SyncConfig
 from skerry.core.merge import FragmentState, nesterov
-from skerry.syncer.run_folder import read_model
+from skerry.syncer.storage.run_folder import read_model
 
 
 def small_model() -> nn.Module:

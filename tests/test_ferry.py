@@ -34,7 +34,7 @@ from skerry.learner.pinned import PinnedMemory
 from skerry.learner.replica import Snapshot
 from skerry.learner.routes import Routes
 from skerry.learner.transfers import Transfers
-from skerry.syncer.run_folder import read_model
+from skerry.syncer.storage.run_folder import read_model
 from skerry.wire import ferry as ferries
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import chunk, count_chunks

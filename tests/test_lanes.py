@@ -20,7 +20,7 @@ from skerry.chaos.proxy import Condition, LinkProxy, LinkState
 from skerry.config import SyncConfig
 from skerry.errors import WireError
 from skerry.syncer.bulk import Bulk
-from skerry.syncer.run_folder import read_model
+from skerry.syncer.storage.run_folder import read_model
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, chunk, count_chunks
 from skerry.wire.connection import open_channel

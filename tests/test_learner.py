@@ -45,8 +45,8 @@ from skerry.errors import ConfigError, JoinRefused, WireError
 from skerry.learner import link as links
 from skerry.learner.replica import Replica
 from skerry.learner.workers import DaemonWorkers
-from skerry.syncer.run_folder import read_identity, read_model, read_standing
-from skerry.syncer.store import RunStore
+from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
+from skerry.syncer.storage.store import RunStore
 from skerry.wire.client import close_run
 
 # One island, merged at every turn with an outer step that takes its weights over: the run must equal plain training.

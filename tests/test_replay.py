@@ -18,7 +18,8 @@ from skerry.core.leases import Range
 from skerry.errors import ReplayError
 from skerry.learner.journal import MOST_ENTRIES, Journal
 from skerry.syncer.journals import newer, read_journal
-from skerry.syncer.run_folder import read_model
+from skerry.syncer.storage.database import seal_of
+from skerry.syncer.storage.run_folder import read_model
 from skerry.train.recording import first_difference
 from skerry.train.replay import Replay
 from skerry.wire.client import close_run
@@ -86,7 +87,9 @@ def change(folder: Path, kind: str, number: int, edit) -> None:
     seq, data = database.execute("SELECT seq, data FROM tape WHERE kind = ? ORDER BY seq", (kind,)).fetchall()[number]
     entry = json.loads(data)
     edit(entry)
-    database.execute("UPDATE tape SET data = ? WHERE seq = ?", (json.dumps(entry), seq))
+    at = database.execute("SELECT at FROM tape WHERE seq = ?", (seq,)).fetchone()[0]
+    sealed = seal_of((at, kind, json.dumps(entry)))  # as if it had been written so
+    database.execute("UPDATE tape SET data = ?, seal = ? WHERE seq = ?", (json.dumps(entry), sealed, seq))
     database.commit()
     database.close()
 

@@ -22,9 +22,9 @@ from skerry.core.tensors import model_tensors
 from skerry.errors import RunFailed
 from skerry.learner import transfers
 from skerry.syncer import shard as shard_process
-from skerry.syncer.run_folder import read_model
 from skerry.syncer.shards import spread
-from skerry.syncer.store import RunStore, Written
+from skerry.syncer.storage.run_folder import read_model
+from skerry.syncer.storage.store import RunStore, Written
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(1, 24), st.integers(1, 9))

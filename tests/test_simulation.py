@@ -20,10 +20,10 @@ from skerry.core.exchange import Exchange, Mark, Version
 from skerry.core.lease_desk import LeaseDesk
 from skerry.core.leases import Leases
 from skerry.learner.transfers import Transfers
-from skerry.syncer import run_folder
 from skerry.syncer.server import SyncerServer
 from skerry.syncer.shard import Shard
-from skerry.syncer.tape import Tape
+from skerry.syncer.storage import version_file
+from skerry.syncer.storage.tape import Tape
 from skerry.wire import skerry_pb2 as pb
 
 SEEDS = 60
@@ -69,7 +69,7 @@ def announced_before_it_is_stored(patch: pytest.MonkeyPatch) -> None:
 
 
 def written_without_being_synced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(run_folder, "write_durably", lambda path, *parts: Path(path).write_bytes(b"".join(parts)))
+    patch.setattr(version_file, "write_durably", lambda path, *parts: Path(path).write_bytes(b"".join(parts)))
 
 
 def a_counter_is_not_reset(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def what_is_merged_is_forgotten_in_a_restart(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_learners_see_is_forgotten_in_a_restart(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(run_folder, "_tensors", lambda state: {"values": state.values, "momentum": state.momentum})
+    patch.setattr(version_file, "_tensors", lambda state: {"values": state.values, "momentum": state.momentum})
 
 
 def a_difference_is_added_to_the_version_in_the_model(patch: pytest.MonkeyPatch) -> None:

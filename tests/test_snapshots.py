@@ -19,8 +19,8 @@ import skerry
 from skerry.config import SyncConfig
 from skerry.errors import StoreError
 from skerry.observe.ledger import audit_run
-from skerry.syncer.run_folder import read_identity, read_model, read_standing
-from skerry.syncer.snapshots import newest_whole, restore
+from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
+from skerry.syncer.storage.snapshots import newest_complete, restore
 from skerry.train.validate import GlobalModel, validate
 from skerry.wire.client import close_run, take_snapshot
 
@@ -100,36 +100,36 @@ def test_the_newest_are_kept_and_a_damaged_one_is_passed_over(running, tmp_path:
     folder = syncer.folder / "snapshots"
     assert sorted(path.name for path in folder.iterdir()) == ["000003", "000004"]
     said: list[str] = []
-    assert newest_whole(syncer.folder, said.append).name == "000004" and not said
+    assert newest_complete(syncer.folder, said.append).name == "000004" and not said
     victim = next(iter((folder / "000004" / "fragments").iterdir()))
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
     victim.unlink()  # it has another name in the run folder, which must stay as it is
     victim.write_bytes(data)
-    assert newest_whole(syncer.folder, said.append).name == "000003"
+    assert newest_complete(syncer.folder, said.append).name == "000003"
     assert said == [f"passed over: {victim} is damaged: its content does not match the manifest"]
     with pytest.raises(StoreError, match="is damaged"):
         restore(folder / "000004", tmp_path / "elsewhere")
     (folder / "000003" / "manifest.json").unlink()
     with pytest.raises(StoreError, match="has no whole snapshot"):
-        newest_whole(syncer.folder, said.append)
+        newest_complete(syncer.folder, said.append)
 
 
 def test_an_island_that_dies_meanwhile_is_named_and_the_rest_is_kept(running, monkeypatch) -> None:
     syncer, island = running
-    monkeypatch.setattr("skerry.syncer.snapshots.STATE_S", 0.3)
-    monkeypatch.setattr("skerry.syncer.snapshots.TRIES", 0)
+    monkeypatch.setattr("skerry.syncer.storage.snapshots.STATE_S", 0.3)
+    monkeypatch.setattr("skerry.syncer.storage.snapshots.TRIES", 0)
     island.learner._link.courier = None  # it does not answer
     facts = take_snapshot(syncer.address, None)
     assert facts["islands"] == {"a": "a did not send its state within 0 s"}
-    assert newest_whole(syncer.folder, print).name == "000001"
+    assert newest_complete(syncer.folder, print).name == "000001"
     island.learner.detach()
 
 
 def test_one_that_cannot_be_written_leaves_nothing_behind(running, monkeypatch) -> None:
     syncer, island = running
     from skerry.errors import WireError
-    from skerry.syncer import snapshots
+    from skerry.syncer.storage import snapshots
 
     def full(partial: Path, final: Path, facts: dict[str, Any]) -> None:
         raise OSError(28, "No space left on device")

@@ -23,10 +23,11 @@ from skerry.core.messages import Merge, Share
 from skerry.core.standing import Standing
 from skerry.core.tensors import model_tensors
 from skerry.errors import StoreError
-from skerry.syncer import run_folder
-from skerry.syncer import store as stores
-from skerry.syncer.run_folder import read_identity, read_model, read_standing
-from skerry.syncer.store import RunStore, TapeEntry, create_run
+from skerry.syncer.storage import database
+from skerry.syncer.storage import store as stores
+from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
+from skerry.syncer.storage.store import RunStore, TapeEntry, create_run
+from skerry.syncer.storage.version_file import Label, state_checksum, write_version
 
 SYNC = SyncConfig(fragments=3, every=3)
 
@@ -116,9 +117,16 @@ def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 4}'])
 def test_a_damaged_run_file_is_named(folder: Path, text: str) -> None:
+    good = (folder / "run.json").read_text()
     (folder / "run.json").write_text(text)
     with pytest.raises(StoreError, match=f"{folder}/run.json cannot be read"):
+        read_identity(folder)
+    (folder / "tape.sqlite").rename(folder / "elsewhere.sqlite")  # and with it the copy of run.json
+    with pytest.raises(StoreError, match=f"{folder}/run.json cannot be read"):
         RunStore(folder)
+    (folder / "elsewhere.sqlite").rename(folder / "tape.sqlite")
+    RunStore(folder).close()
+    assert (folder / "run.json").read_text() == good
 
 
 def test_a_run_of_another_format_is_refused(folder: Path) -> None:
@@ -224,11 +232,13 @@ def test_only_the_newest_files_stay(folder: Path) -> None:
 # ---------------------------------------------------------------- after a crash
 
 
-def test_leftovers_of_a_crash_are_removed_and_the_newest_committed_version_is_used(folder: Path) -> None:
+def test_leftovers_of_a_crash_are_moved_aside_and_the_newest_committed_version_is_used(folder: Path) -> None:
     store = RunStore(folder)
     committed = commit(store, 1)
     # Written, synced and renamed, but its row never came.
-    run_folder.write_version(folder, "0000-00000002.safetensors", FragmentState(committed.values + 100, committed.momentum))
+    left = FragmentState(committed.values + 100, committed.momentum)
+    label = Label(store.identity.run_id, 0, 2, 6)
+    write_version(folder, "0000-00000002.safetensors", left, label, state_checksum(left))
     (folder / "fragments" / ".0001-00000001.safetensors.partial").write_bytes(b"half")
     store.close()
 
@@ -242,62 +252,18 @@ def test_leftovers_of_a_crash_are_removed_and_the_newest_committed_version_is_us
         "0001-00000000.safetensors",
         "0002-00000000.safetensors",
     ]
+    [moved] = (folder / "aside" / "0001-leftovers").iterdir()
+    assert torch.equal(load_file(moved)["values"], left.values) and not store.said
     commit(store, 2)  # the number is free again
     store.close()
     assert versions(folder) == [2, 0, 0]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "missing", "other shape"])
-def test_a_damaged_newest_file_is_named(folder: Path, damage: str) -> None:
-    store = RunStore(folder)
-    state = commit(store, 1)
-    store.close()
-    path = folder / "fragments" / "0000-00000001.safetensors"
-    data = bytearray(path.read_bytes())
-    if damage == "truncated":
-        path.write_bytes(data[: len(data) // 2])
-    elif damage == "empty":
-        path.write_bytes(b"")
-    elif damage == "flipped":
-        data[-5] ^= 1
-        path.write_bytes(data)
-    elif damage == "missing":
-        path.unlink()
-    else:
-        run_folder.write_version(folder, path.name, FragmentState(state.values[:-1].clone(), state.momentum[:-1].clone()))
-    store = RunStore(folder)
-    with pytest.raises(StoreError, match=str(path)):
-        store.load()
-    store.close()
-    if damage != "missing":
-        with pytest.raises(StoreError, match=str(path)):
-            read_model(folder)
-
-
-def test_a_folder_without_its_tape_is_left_as_it_is(folder: Path) -> None:
-    """Not knowing which files count is no reason to remove them."""
-    files = sorted((folder / "fragments").iterdir())
-    (folder / "tape.sqlite").rename(folder / "elsewhere.sqlite")
-    for ask in (RunStore, read_model, read_standing):
-        with pytest.raises(StoreError, match="tape.sqlite cannot be read: unable to open database file"):
-            ask(folder)
-    sqlite3.connect(folder / "tape.sqlite").close()
-    for ask in (RunStore, read_model):
-        with pytest.raises(StoreError, match="tape"):
-            ask(folder)
-    assert sorted((folder / "fragments").iterdir()) == files
-    (folder / "elsewhere.sqlite").rename(folder / "tape.sqlite")
-    RunStore(folder).close()
-
-
-def test_a_damaged_tape_is_named_and_does_not_lock_the_folder(folder: Path) -> None:
-    good = (folder / "tape.sqlite").read_bytes()
-    (folder / "tape.sqlite").write_bytes(b"not a database" * 100)
-    for ask in (RunStore, RunStore, read_model):
-        with pytest.raises(StoreError, match="tape.sqlite cannot be read: file is not a database"):
-            ask(folder)
-    (folder / "tape.sqlite").write_bytes(good)
-    RunStore(folder).close()
+def test_what_healthy_openings_moved_aside_does_not_pile_up(folder: Path) -> None:
+    for number in range(5):
+        (folder / "fragments" / f"0000-{number + 10:08d}.safetensors").write_bytes(b"never counted")
+        RunStore(folder).close()
+    assert sorted(path.name for path in (folder / "aside").iterdir()) == ["0004-leftovers", "0005-leftovers"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
@@ -341,7 +307,7 @@ def fail_to_commit(store: RunStore, written: stores.Written, monkeypatch) -> Non
         raise sqlite3.OperationalError("database or disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stores, "_append", full)
+        patch.setattr(database, "append", full)
         with pytest.raises(StoreError, match="the tape cannot be written: database or disk is full"):
             store.commit([written], Standing(), [])
 
@@ -419,8 +385,8 @@ import torch
 from skerry.core.merge import FragmentState
 from skerry.core.messages import Merge, Share
 from skerry.core.standing import Standing
-from skerry.syncer import run_folder
-from skerry.syncer import store as stores
+from skerry.syncer.storage import database
+from skerry.syncer.storage import store as stores
 
 folder, when = Path(sys.argv[1]), sys.argv[2]
 store = stores.RunStore(folder)
@@ -428,9 +394,9 @@ state = store.load()[0][0]
 if when == "before the file":
     os.replace = Path.replace = lambda *_: os._exit(7)
 elif when == "before the row":
-    stores.RunStore._save_standing = lambda *_: os._exit(7)
+    database.put_standing = lambda *_: os._exit(7)
 elif when == "before the row is durable":
-    stores._append = lambda *_: os._exit(7)
+    database.append = lambda *_: os._exit(7)
 order = Merge(0, 1, 3, (Share("island-0", 0, 3, 30, 300.0, upto=3, session="first"),), 0.7, 0.6, 1.0)
 written = store.write(order, FragmentState(state.values + 1, state.momentum + 2))
 standing = Standing(3, 30, "running", {"island-0": ("first", 0, 3, 0)})
@@ -508,7 +474,7 @@ def test_merges_of_several_fragments_are_committed_as_one(folder: Path, monkeypa
     store = RunStore(folder)
     state = store.load()[0]
     written = [store.write(order(1, fragment), FragmentState.fresh(state[fragment].values + 1)) for fragment in range(3)]
-    monkeypatch.setattr(stores, "_append", lambda *_: 1 / 0)
+    monkeypatch.setattr(database, "append", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         store.commit(written, Standing(), [])
     assert versions(folder) == [0, 0, 0]

@@ -31,9 +31,9 @@ from skerry.core.syncer import SyncerCore
 from skerry.errors import ConfigError, JoinRefused, StoreError, WireError
 from skerry.syncer.diary import Diary
 from skerry.syncer.lane import LANE_QUEUE
-from skerry.syncer.run_folder import read_identity, read_model
 from skerry.syncer.server import SyncerServer, run_syncer
-from skerry.syncer.store import RunStore
+from skerry.syncer.storage.run_folder import read_identity, read_model
+from skerry.syncer.storage.store import RunStore
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.chunks import CHUNK_BYTES, Assembly, chunk, count_chunks, in_runs
 from skerry.wire.client import close_run, describe, describe_job, tell

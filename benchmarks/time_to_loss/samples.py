@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from skerry.config import Config
 from skerry.data.corpus import load_corpus
 from skerry.models.gpt import build_gpt
-from skerry.syncer.run_folder import read_model, read_standing, reading
+from skerry.syncer.storage.database import ask
+from skerry.syncer.storage.run_folder import read_model, read_standing
 from skerry.train.job import load_weights
 from skerry.train.validate import validate
 from time_to_loss.curves import Arm
@@ -76,9 +77,8 @@ class Sampler:
 
 def read_span(folder: Path) -> tuple[float, float]:
     """When training began and when the run had ended, by the tape; unix seconds."""
-    with reading(folder) as database:
-        query = "SELECT min(CASE kind WHEN 'began' THEN at END), max(CASE kind WHEN 'ended' THEN at END) FROM tape"
-        began_at, ended_at = database.execute(query).fetchone()
+    query = "SELECT min(CASE kind WHEN 'began' THEN at END), max(CASE kind WHEN 'ended' THEN at END) FROM tape"
+    began_at, ended_at = ask(folder, lambda database: database.execute(query).fetchone())
     return float(began_at), float(ended_at)
 
 

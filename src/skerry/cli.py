@@ -266,10 +266,10 @@ def _merging_part(name: str, run: Path) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    from skerry.syncer.run_folder import read_identity
+    from skerry.syncer.storage.recovery import recover_identity
 
     # Merges run side by side, and to wake a second thread takes as long as it saves where fragments are small.
-    largest = max(fragment.numel for fragment in read_identity(run).layout.fragments)
+    largest = max(fragment.numel for fragment in recover_identity(run)[0].layout.fragments)
     torch.set_num_threads(max(1, min(MOST_MERGE_THREADS, cores() // 4)) if largest >= LARGE_NUMEL else 1)
 
 
@@ -289,7 +289,7 @@ def _syncer(options: argparse.Namespace) -> None:
 
     from skerry.chaos.inflicted import Inflicted, attach_to_syncer
     from skerry.syncer.server import run_syncer
-    from skerry.syncer.store import RunStore
+    from skerry.syncer.storage.store import RunStore
 
     if (inflicted := Inflicted.here("syncer")) is not None:
         attach_to_syncer(inflicted)
@@ -442,11 +442,11 @@ def _snapshot(options: argparse.Namespace) -> None:
 
 
 def _restore(options: argparse.Namespace) -> None:
-    from skerry.syncer.snapshots import newest_whole, restore
+    from skerry.syncer.storage.snapshots import newest_complete, restore
 
     if options.islands < 0:
         raise ConfigError(f"--islands must be at least 1, got {options.islands}")
-    snapshot = newest_whole(options.source, say=lambda what: print(what, file=sys.stderr))
+    snapshot = newest_complete(options.source, say=lambda what: print(what, file=sys.stderr))
     facts = restore(snapshot, options.run, options.islands)
     has_job = (options.run / "config.json").exists()
     following = f"skerry resume {options.run}" if has_job else f"skerry syncer {options.run}"
@@ -458,7 +458,7 @@ def _resume(options: argparse.Namespace) -> None:
 
     from skerry.launch.local import read_config, run_here, write_config
 
-    if not (options.run / "config.json").exists():
+    if not (options.run / "config.json").exists() and not (options.run / "run.json").exists():
         raise ConfigError(f"{options.run} holds no run of skerry train")
     config = read_config(options.run)
     if (options.run / "result.json").exists():
@@ -470,7 +470,7 @@ def _resume(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from skerry.syncer.run_folder import read_model
+    from skerry.syncer.storage.run_folder import read_model
     from skerry.train.validate import save_model
 
     save_model(options.file, read_model(options.run))
@@ -529,7 +529,7 @@ def _ledger(options: argparse.Namespace) -> None:
 
     from skerry.errors import StoreError
     from skerry.observe import audit_run, ledger_lines
-    from skerry.syncer.run_folder import read_identity
+    from skerry.syncer.storage.run_folder import read_identity
 
     sizes = [fragment.numel for fragment in read_identity(options.run).layout.fragments]
     ledger = audit_run(options.run)

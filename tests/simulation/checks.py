@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from skerry.core.codec import Codec, byte_tensor
 from skerry.core.fragment_codec import fragment_codec
 from skerry.observe.ledger import audit_run
-from skerry.syncer.run_folder import read_tape, read_version
-from skerry.syncer.store import Written
+from skerry.syncer.storage.run_folder import read_tape, read_version
+from skerry.syncer.storage.store import Written
 from skerry.wire import skerry_pb2 as pb
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from skerry.learner.sampler import ALONE_S
 from skerry.syncer import server as servers
 from skerry.syncer import shard as shards
 from skerry.syncer.bulk import Bulk
-from skerry.syncer.store import RunStore
+from skerry.syncer.storage.store import RunStore
 from skerry.wire import chunks
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.lane import Download

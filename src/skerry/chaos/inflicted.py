@@ -124,9 +124,10 @@ class Inflicted:
 
 def attach_to_syncer(inflicted: Inflicted) -> None:
     """Let the syncer's clock be wrong and its disk be full. Metrics are still written, so that one can see what happens."""
-    from skerry.syncer import server, store
+    from skerry.syncer import server
+    from skerry.syncer.storage import database
 
-    fsync, append = os.fsync, store._append
+    fsync, append = os.fsync, database.append
 
     def fsync_or_fail(descriptor: Any) -> None:
         # Whatever must be durable ends here, and a full disk may well be noticed no sooner.
@@ -140,7 +141,7 @@ def attach_to_syncer(inflicted: Inflicted) -> None:
         append(database, entries)
 
     vars(os).update(fsync=fsync_or_fail)
-    vars(store).update(_append=append_or_fail)
+    vars(database).update(append=append_or_fail)
     vars(server).update(SystemClock=lambda: _WatchfulClock(inflicted))
 
 

@@ -40,6 +40,9 @@ class LeaseDesk:
         holds = event.lease_floor >= self.leases.of(event.name, event.session).floor
         if not (resumed and holds):
             self.take_back(event.name, "it starts over", actions)
+        if event.leased > self.leases.of(event.name, event.session).given:
+            # The tape has lost what it was given last. None of that is its own any more, and others may be given it again.
+            self.leases.disown(event.name, event.session, event.leased)
         return holds
 
     def take_back(self, name: str, why: str, actions: list[Action]) -> None:

@@ -270,6 +270,12 @@ class Leases:
         holding.first = holding.merged = holding.given
         return holding.session, position, ranges
 
+    def disown(self, name: str, session: str, position: int) -> None:
+        """This process remembers that it was given more than is known here. It starts again behind that."""
+        known = self.holdings.get(name)
+        assert known is None or not known.ranges, "leases forgotten"
+        self.holdings[name] = Holding(session, position, [], position, position, floor=position)
+
     def forget(self, name: str) -> None:
         """This process will not come back. What it held must have been taken back."""
         assert not self.holdings[name].ranges, "leases forgotten"

@@ -142,6 +142,14 @@ class FragmentsBack:
 
 
 @dataclass(frozen=True)
+class Recovered:
+    """The newest version of this fragment is lost for good. It goes on from an older state, as this version."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True)
 class CloseRequested:
     """Somebody asked for the run to end now."""
 
@@ -165,6 +173,7 @@ Event = (
     | GoodKept
     | FragmentsAway
     | FragmentsBack
+    | Recovered
     | CloseRequested
     | Tick
 )

@@ -158,6 +158,10 @@ class Standing:
     rollbacks: int = 0
     leases: dict[str, Any] = field(default_factory=dict)
     """As core/leases.py writes it."""
+    merges: int = 0
+    """Over the whole run."""
+    recoveries: int = 0
+    """How often the tape lost something: what learners remember may then be newer than what is known here."""
 
     @property
     def tokens(self) -> int:
@@ -179,6 +183,8 @@ class Standing:
             "restoring": list(self.restoring),
             "rollbacks": self.rollbacks,
             "leases": self.leases,
+            "merges": self.merges,
+            "recoveries": self.recoveries,
         }
 
     @staticmethod
@@ -202,4 +208,6 @@ class Standing:
             tuple(map(int, data.get("restoring", ()))),
             int(data.get("rollbacks", 0)),
             data.get("leases", {}),
+            int(data.get("merges", 0)),
+            int(data.get("recoveries", 0)),
         )

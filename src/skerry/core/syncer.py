@@ -62,6 +62,7 @@ from skerry.core.messages import (
     NothingToGive,
     Ready,
     Record,
+    Recovered,
     Reported,
     Restore,
     Share,
@@ -112,7 +113,8 @@ class SyncerCore:
         flows = {place: Flow(indices, sync.silence_s) for place, indices in together.items()}
         self.flows = list(flows.values())
         self._flow_of = [flows[place] for place in places]
-        self.merges = 0
+        self.merges = standing.merges
+        self._recoveries = standing.recoveries
         self.participation: deque[float] = deque(maxlen=200)
         # Learners the last syncer process knew are away, not unknown: in lock-step their return is worth waiting for.
         self.learners = {
@@ -129,7 +131,7 @@ class SyncerCore:
         for fragment, sizes in zip(self.fragments, standing.sizes, strict=False):
             fragment.sizes = SizeHistory.restored(sizes)
         for fragment, floor in zip(self.fragments, standing.floors, strict=False):
-            fragment.floor = floor
+            fragment.floor = max(fragment.floor, floor)
         for index in standing.restoring:
             self.fragments[index].restoring = RESTORE_TRIES
         self.rollback = Rollback(sync, standing)
@@ -172,6 +174,8 @@ class SyncerCore:
             tuple(index for index, fragment in enumerate(self.fragments) if fragment.restoring),
             self.rollback.count,
             self.leases.to_json(),
+            self.merges,
+            self._recoveries,
         )
 
     def retired(self, name: str) -> tuple[str, ...]:
@@ -269,6 +273,8 @@ class SyncerCore:
         elif isinstance(event, FragmentsBack):
             for index in event.fragments:
                 self.fragments[index].away_since = None
+        elif isinstance(event, Recovered):
+            self._recovered(event, actions)
         elif isinstance(event, CloseRequested):
             self._close("requested", actions)
         else:
@@ -294,14 +300,15 @@ class SyncerCore:
             # Without a welcome the caller turns it away.
             actions.append(Record("refused", {"learner": event.name, "reason": "another process has taken its place"}))
             return
-        if event.leased > self.leases.of(event.name, event.session).given:
+        unknown = event.leased > self.leases.of(event.name, event.session).given
+        if unknown and not self._recoveries:
             # It was forgotten, and what it did with the data it was given cannot be told any more.
             actions.append(Record("refused", {"learner": event.name, "reason": "its leases are not known"}))
             return
         versions = tuple(fragment.version for fragment in self.fragments)
         # Progress made since versions of this run is welcome, whether or not this syncer process remembers the learner.
         resumed = len(event.held) == len(versions) and all(0 <= h <= v for h, v in zip(event.held, versions, strict=True))
-        resumed = self._desk.settle(event, resumed, actions) and resumed
+        resumed = self._desk.settle(event, resumed and not unknown, actions) and resumed and not unknown
         if known is not None and known.session == event.session:
             learner = known
         else:
@@ -518,6 +525,14 @@ class SyncerCore:
             gathering.void = True
             if gathering.merging_since is None:
                 self._drop_void(index, gathering, actions)
+
+    def _recovered(self, event: Recovered, actions: list[Action]) -> None:
+        """The fragment goes on from an older state, under a number that no version had."""
+        fragment = self.fragments[event.fragment]
+        assert fragment.round is None and event.version > fragment.version, "a fragment that was lost has no rounds"
+        fragment.version = fragment.floor = event.version
+        fragment.counted.clear()
+        self._announce(event.fragment, fragment.merged_step, actions)
 
     def _drop_void(self, index: int, gathering: Round, actions: list[Action]) -> None:
         """As if it had not been opened: whoever gave still has what it gave, on top of the version it was counted from."""

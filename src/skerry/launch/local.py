@@ -123,9 +123,10 @@ def check_job(config: Config) -> tuple[Corpus, GPT]:
 def create_job(config: Config, folder: Path) -> None:
     """Make a run folder: initial weights, settings, an empty tape."""
     from skerry.core.tensors import model_tensors
-    from skerry.syncer.store import create_run
+    from skerry.syncer.storage.recovery import is_run
+    from skerry.syncer.storage.store import create_run
 
-    if (folder / "run.json").exists():
+    if is_run(folder):
         raise StoreError(f"{folder} already holds a run")  # before its settings are written over
     _, model = check_job(config)
     # First: a folder with settings but no run is one whose making was cut short, and is made anew.
@@ -143,10 +144,19 @@ def write_config(config: Config, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> Config:
+    """The job's settings. A file that is missing or damaged is written again from the run's own copy of them."""
+    from skerry.syncer.storage.run_folder import read_identity
+
     path = folder / "config.json"
     try:
         return typing.cast(Config, from_json(Config, path.read_text()))
-    except ConfigError as error:
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        with contextlib.suppress(StoreError):
+            if job_json := read_identity(folder).job_json:
+                config = typing.cast(Config, from_json(Config, job_json))
+                write_config(config, folder)
+                print(f"{path} was missing or damaged and is written again from run.json", flush=True)
+                return config
         raise ConfigError(f"{path}: {error}") from None
 
 
@@ -182,14 +192,17 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 def _goes_on(folder: Path, config: Config) -> bool:
-    """Whether there is something to go on with. What is left of a run of this job that cannot go on is removed."""
-    if not (folder / "config.json").exists():
+    """Whether there is something to go on with. What is left of a run of this job that was never made is removed."""
+    from skerry.syncer.storage.recovery import is_run
+
+    there = config.algorithm != "dp" and is_run(folder)
+    if not (folder / "config.json").exists() and not there:
         return False
     if read_config(folder) != config:
         raise ConfigError(
             f"{folder} holds an unfinished run with other settings; finish it, remove it, or give --run another folder"
         )
-    if config.algorithm != "dp" and (folder / "run.json").exists():
+    if there:
         return True
     for left in folder.iterdir():
         if left.is_dir() and not left.is_symlink():

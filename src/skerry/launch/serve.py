@@ -11,7 +11,7 @@ from torch import nn
 from skerry.config import SyncConfig
 from skerry.core.tensors import model_tensors
 from skerry.launch.processes import Child, free_port, skerry_command
-from skerry.syncer.store import create_run
+from skerry.syncer.storage.store import create_run
 
 
 def create(folder: str | Path, model: nn.Module, sync: SyncConfig | None = None) -> Path:

@@ -26,7 +26,7 @@ from skerry.observe import (
     plot_run,
     summary,
 )
-from skerry.syncer.run_folder import read_identity
+from skerry.syncer.storage.run_folder import read_identity
 
 POLL_S = 0.2
 RESTART_PAUSE_S = 0.5

@@ -439,7 +439,7 @@ class Link:
             elif kind == "no_lease":
                 self.no_lease = message.no_lease.reason
             elif kind == "give_state":
-                self.spawn(self._give_state(message.give_state.ticket, message.give_state.part))
+                self.spawn(self._give_state(message.give_state))
             elif kind == "caution":
                 self.quarantined = message.caution.quarantined
                 state = "not merged any more" if self.quarantined else "merged again"
@@ -604,9 +604,13 @@ class Link:
 
     # ------------------------------------------------------------ the optimizer's state
 
-    async def _give_state(self, ticket: int, part: int) -> None:
-        if self.courier is not None:  # it has joined, and is asked only then
-            await self.courier.give(ticket, part)
+    async def _give_state(self, asked: pb.GiveState) -> None:
+        if self.courier is None:
+            return  # it has not joined, and is asked only then
+        if asked.HasField("held"):
+            await self.courier.give_held(asked.ticket, asked.held.fragment, asked.held.version)
+        else:
+            await self.courier.give(asked.ticket, asked.part)
 
     def fetch_state(self) -> tuple[list[bytes], list[tuple[str, int]]]:
         """Every part of a healthy peer's optimizer state, and whose it was when. Called by the training thread; raises

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skerry.core.checksum import checksum
+from skerry.core.codec import raw_bytes
 from skerry.errors import WireError
 from skerry.learner.optimizer_state import CannotKeep, OptimizerState
 from skerry.wire import skerry_pb2 as pb
@@ -73,6 +74,21 @@ class StateCourier:
             log.warning("%s could not keep its optimizer's state in %s: %s", name, keep, error.strerror)
         else:
             self._kept_step = step
+
+    async def give_held(self, ticket: int, fragment: int, version: int) -> None:
+        """The syncer's own copy of a version is damaged, and this island holds it."""
+        link = self._link
+        assert link.routes is not None and link.exchange is not None and link.replica is not None
+        header, data = pb.State(ticket=ticket, parts=1), memoryview(b"")
+        with link.changed:
+            held = link.replica.held(fragment) if fragment < len(link.exchange.held) else None
+            if held is None or link.exchange.held[fragment].version != version:
+                header.reason = f"version {version} of fragment {fragment} is not held here"
+        if held is not None and not header.reason:
+            data = raw_bytes(held)
+            header.size_bytes, header.checksum = len(data), checksum(data)
+        with contextlib.suppress(WireError):  # whoever waits for it finds out
+            await link.routes.main.send_state(header, data)
 
     async def give(self, ticket: int, part: int) -> None:
         """A peer lost its own."""

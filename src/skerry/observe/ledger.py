@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from skerry.core.leases import Leases
-from skerry.syncer.run_folder import read_identity, read_tape
+from skerry.syncer.storage.run_folder import read_identity, read_tape
 
-KINDS = ("joined", "left", "banked", "ended", "leased", "returned", "merged", "tape_gap")
+KINDS = ("joined", "left", "banked", "ended", "leased", "returned", "merged", "tape_gap", "tape_recovered")
 MUCH_REPLACED = 0.2
 """Of τ out of H steps the work is replaced by design; so much of it is a sign that the settings do not fit."""
 Span = tuple[int, int]
@@ -87,10 +87,12 @@ class Ledger:
     discrepancies: list[str] = field(default_factory=list)
     incomplete: bool = False
     """Entries are missing on the tape, because the disk was full for long."""
+    recovered: bool = False
+    """The tape was damaged and lost entries. What follows from them cannot be checked."""
 
     @property
     def adds_up(self) -> bool:
-        return not self.discrepancies
+        return not self.discrepancies or self.recovered
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -108,6 +110,7 @@ class Ledger:
             "discrepancies": self.discrepancies,
             "adds_up": self.adds_up,
             "incomplete": self.incomplete,
+            "recovered": self.recovered,
         }
 
 
@@ -146,6 +149,8 @@ class Auditor:
             self._merged(data)
         elif kind == "tape_gap":
             self._ledger.incomplete = True
+        elif kind == "tape_recovered":
+            self._ledger.recovered = True
 
     def trained(self, session: str, learner: str, tokens: int) -> None:
         """How far a process got, by its last report."""
@@ -348,6 +353,9 @@ def ledger_lines(ledger: Ledger, sizes: Sequence[int]) -> str:
         lines.append(f"  {word:<12} {mean:>16,.0f} {share}")
     if ledger.incomplete:
         lines.append("entries are missing on the tape, because the disk was full for long")
+    if ledger.recovered:
+        lines.append("the tape was damaged and lost entries: what they said is missing above, and sums cannot be checked")
+        return "\n".join(lines)
     lines += [f"DOES NOT ADD UP: {what}" for what in ledger.discrepancies[:20]]
     if ledger.adds_up:
         lines.append("everything adds up")

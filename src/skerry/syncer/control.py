@@ -22,7 +22,7 @@ from skerry.syncer.desk import MAX_COUNT
 from skerry.syncer.diary import Vitals
 from skerry.syncer.lane import MAX_NAME, first_message
 from skerry.syncer.outbox import Outbox
-from skerry.syncer.run_folder import RunIdentity
+from skerry.syncer.storage.run_folder import RunIdentity
 from skerry.syncer.telling import progress_of
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL

@@ -13,7 +13,8 @@ from skerry.core.syncer import SyncerCore
 from skerry.metrics import MetricsWriter
 
 EVENTS = ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed", "unhealthy",
-          "quarantined", "readmitted", "diverged", "not_restored", "shard_joined", "shard_lost", "left_out")  # fmt: skip
+          "quarantined", "readmitted", "diverged", "not_restored", "shard_joined", "shard_lost", "left_out", "recovered",
+          "tape_recovered")  # fmt: skip
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Diary:
             step=core.step,
             tokens=core.tokens,
             budget_tokens=core.sync.budget_tokens,
-            merges=sum(fragment.version for fragment in core.fragments),
+            merges=core.merges,
             participation=sum(core.participation) / len(core.participation) if core.participation else None,
             live=len(live),
             expected=core.sync.start_with,

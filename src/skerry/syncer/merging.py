@@ -12,11 +12,11 @@ from skerry.core.fragment import Layout
 from skerry.core.merge import FragmentState, merge
 from skerry.errors import SkerryError
 from skerry.syncer.bulk import Bulk, Gathered
-from skerry.syncer.good_copy import GoodCopies
 from skerry.syncer.published import Published
-from skerry.syncer.run_folder import read_values
-from skerry.syncer.store import RunStore, Written
-from skerry.syncer.tape import Tape
+from skerry.syncer.storage.good_copies import GoodCopies
+from skerry.syncer.storage.run_folder import read_values
+from skerry.syncer.storage.store import RunStore, Written
+from skerry.syncer.storage.tape import Tape
 
 MERGERS = 4
 """Merges computed and written at a time: writing waits for the disk more than it computes."""
@@ -122,7 +122,7 @@ class Merger:
 
     async def keep_good(self, step: int) -> m.Event:
         def keep() -> None:
-            self._good.keep(step, read_values(self._store.folder, self._store.identity.layout))
+            self._good.keep(step, read_values(self._store.folder, self._store.identity))
 
         try:
             await in_pool(self._thread, keep)

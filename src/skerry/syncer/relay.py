@@ -38,6 +38,7 @@ class _Wanted:
     donor: str
     deliver: Deliver
     timer: asyncio.TimerHandle
+    limit_bytes: int
 
 
 class Relay:
@@ -45,6 +46,7 @@ class Relay:
         self._host = host
         self._tickets = itertools.count(1)
         self._wanted: dict[int, _Wanted] = {}
+        self._layout = layout
         self._limit_bytes = state_limit_bytes(layout)
         self._closed = False
 
@@ -57,11 +59,19 @@ class Relay:
         if donor is None:
             deliver(pb.State(part=part, reason="there is no healthy peer"), NOTHING)
             return
-        if self._ask(donor, part, deliver, WAIT_S) and part == 0:
+        if self._ask(donor, pb.GiveState(part=part), deliver, WAIT_S) and part == 0:
             self._host.record("state_relayed", {"learner": name, "donor": donor})
 
     async def ask(self, donor: str, part: int, wait_s: float) -> tuple[pb.State, memoryview]:
-        """For ourselves. A header with a reason comes with no data."""
+        """A part of its optimizer's state, for ourselves. A header with a reason comes with no data."""
+        return await self._ask_for_ourselves(donor, pb.GiveState(part=part), wait_s)
+
+    async def ask_held(self, donor: str, fragment: int, version: int, wait_s: float) -> tuple[pb.State, memoryview]:
+        """The values of a version that it holds."""
+        held = pb.HeldVersion(fragment=fragment, version=version)
+        return await self._ask_for_ourselves(donor, pb.GiveState(held=held), wait_s)
+
+    async def _ask_for_ourselves(self, donor: str, question: pb.GiveState, wait_s: float) -> tuple[pb.State, memoryview]:
         found: asyncio.Future[tuple[pb.State, memoryview]] = asyncio.get_running_loop().create_future()
 
         def deliver(header: pb.State, data: memoryview) -> None:
@@ -70,11 +80,14 @@ class Relay:
 
         learner = self._host.core.learners.get(donor)
         if learner is None or learner.phase != "training":
-            return pb.State(part=part, reason=f"{donor} is away"), NOTHING
-        self._ask(donor, part, deliver, wait_s, again=False)
+            return pb.State(part=question.part, reason=f"{donor} is away"), NOTHING
+        self._ask(donor, question, deliver, wait_s, again=False)
         return await found
 
-    def _ask(self, donor: str, part: int, deliver: Deliver, wait_s: float, again: bool = True) -> bool:
+    def _ask(self, donor: str, question: pb.GiveState, deliver: Deliver, wait_s: float, again: bool = True) -> bool:
+        part, limit_bytes = question.part, self._limit_bytes
+        if question.HasField("held"):
+            limit_bytes = 4 * self._layout.fragments[question.held.fragment].numel
         if self._closed:
             deliver(pb.State(part=part, reason="the syncer stops"), NOTHING)
             return False
@@ -83,8 +96,9 @@ class Relay:
             return False
         ticket = next(self._tickets)
         timer = asyncio.get_running_loop().call_later(wait_s, self._too_late, ticket, wait_s, again)
-        self._wanted[ticket] = _Wanted(part, donor, deliver, timer)
-        self._host.send(donor, pb.ToLearner(give_state=pb.GiveState(ticket=ticket, part=part)))
+        self._wanted[ticket] = _Wanted(part, donor, deliver, timer, limit_bytes)
+        question.ticket = ticket
+        self._host.send(donor, pb.ToLearner(give_state=question))
         return True
 
     def _too_late(self, ticket: int, wait_s: float, again: bool) -> None:
@@ -101,8 +115,8 @@ class Relay:
         wanted = self._wanted.get(header.ticket)
         if wanted is None or wanted.donor != name or wanted.part != header.part:
             raise WireError(f"{name} was not asked for part {header.part} of its state")
-        if header.size_bytes > self._limit_bytes:
-            raise WireError(f"a part of optimizer state has at most {self._limit_bytes} bytes, {header.size_bytes} declared")
+        if header.size_bytes > wanted.limit_bytes:
+            raise WireError(f"a part of optimizer state has at most {wanted.limit_bytes} bytes, {header.size_bytes} declared")
         if header.journal_json:
             self._host.journal(name, session, header.journal_json)
 

@@ -21,6 +21,7 @@ import grpc
 from skerry.clock import Clock, SystemClock
 from skerry.config import to_json
 from skerry.core import messages as m
+from skerry.core.standing import FragmentProgress, Standing
 from skerry.core.syncer import SyncerCore
 from skerry.errors import JoinRefused, SkerryError
 from skerry.syncer.bulk import Bulk
@@ -31,10 +32,11 @@ from skerry.syncer.journals import Journals
 from skerry.syncer.merging import LocalPlane, Merger
 from skerry.syncer.probe import Probes
 from skerry.syncer.relay import Relay
+from skerry.syncer.rescue import Rescue
 from skerry.syncer.shards import Shards, spread
-from skerry.syncer.snapshots import Snapshots
-from skerry.syncer.store import RunStore
-from skerry.syncer.tape import Tape
+from skerry.syncer.storage.snapshots import Snapshots
+from skerry.syncer.storage.store import RunStore
+from skerry.syncer.storage.tape import Tape
 from skerry.syncer.telling import lease_message, messages_of
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind
@@ -60,7 +62,7 @@ class SyncerServer:
         self.layout = store.identity.layout
         self.sync = store.identity.sync
         self.clock = clock or SystemClock()
-        progress, standing = store.load_progress()
+        progress, standing = self._load_progress()
         places = spread(self.layout, shards) if shards else ()
         count = len(self.layout.fragments)
         self.core = SyncerCore(self.sync, count, now=self.clock.now(), progress=progress, standing=standing, places=places)
@@ -73,9 +75,11 @@ class SyncerServer:
         self._bulk.publish_fixed(store.fixed_bytes())
         self._shards = Shards(shards, store, self._tape, desk, self) if shards else None
         self._plane = LocalPlane(self.layout, self.sync.merge == "radial", self._bulk, store.write)
+        lost = tuple(store.fallbacks)
+        self._rescue = Rescue(store, self._tape, self._relay, self, self._serve_rescued)
         if self._shards is None:
-            for fragment, state in enumerate(store.load_states()):
-                self._plane.serve(fragment, progress[fragment].version, state)
+            for fragment in set(range(count)) - set(lost):
+                self._plane.serve(fragment, progress[fragment].version, store.load_state(fragment))
         self._merger = Merger(store, self._shards or self._plane, self._tape)
         self._snapshots = Snapshots(store, self.core, self._tape, self._relay)
         self._diary = Diary(store.folder, self.clock)
@@ -95,10 +99,32 @@ class SyncerServer:
         self._journals = Journals(self.core.retired, self._tape.record)
         self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
         self.record("syncer_started", {"step": self.core.step, "phase": self.core.phase})
-        if self._shards is not None:
-            self.dispatch(m.FragmentsAway(tuple(range(len(self.layout.fragments)))))
+        for line in store.said:
+            self.record("repaired", {"what": line})
+        if self._shards is not None or lost:
+            self.dispatch(m.FragmentsAway(tuple(range(count)) if self._shards is not None else lost))
+        if lost:
+            self._begin(self._rescue.run())
         if self.core.phase == "ended":
             self.ended.set()
+
+    def _load_progress(self) -> tuple[list[FragmentProgress], Standing]:
+        """Fragments whose newest version is damaged go on from an older one at once if no island can be expected back."""
+        progress, standing = self.store.load_progress()
+        expected = standing.phase != "ended" and set(standing.sessions) - set(standing.gone)
+        if self.store.fallbacks and not expected:
+            self.store.fall_back(list(self.store.fallbacks))
+            progress, standing = self.store.load_progress()
+        return progress, standing
+
+    async def rescued(self) -> None:
+        """Until the newest version of every fragment has a whole file."""
+        await self._rescue.over.wait()
+
+    def _serve_rescued(self, fragment: int) -> None:
+        if self._shards is None:
+            self._plane.serve(fragment, self.core.fragments[fragment].version, self.store.load_state(fragment))
+            self.dispatch(m.FragmentsBack((fragment,)))
 
     # ------------------------------------------------------------ the state machine and its actions
 
@@ -117,6 +143,7 @@ class SyncerServer:
                 raise JoinRefused(f"{event.name} cannot come back: {reason}")
             connect()
             self._perform_all(actions[place:])
+        self._rescue.joined(event.name, event.held)
 
     @contextlib.contextmanager
     def _no_half_change(self) -> Iterator[None]:

@@ -26,9 +26,10 @@ from skerry.syncer.bulk import Bulk, MissingContribution
 from skerry.syncer.lane import Busy, Unhealthy
 from skerry.syncer.merging import LocalPlane, in_pool
 from skerry.syncer.outbox import Outbox
-from skerry.syncer.run_folder import RunIdentity, file_name, read_identity, read_version, state_checksum, write_version
 from skerry.syncer.shards import QUEUE, read_key
-from skerry.syncer.store import Written
+from skerry.syncer.storage.run_folder import RunIdentity, read_identity
+from skerry.syncer.storage.store import Written
+from skerry.syncer.storage.version_file import Label, checksums_of, file_name, read_version, write_version
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind, open_channel, with_port
 from skerry.wire.parcel import Parcel
@@ -266,7 +267,13 @@ class Shard:
             log.error("shard %d and the syncer do not agree on what is here, and start anew: %s", self._number, error)
             self._break()
             return
-        made = pb.Made(fragment=order.fragment, version=order.version, file=written.file, checksum=written.checksum)
+        made = pb.Made(
+            fragment=order.fragment,
+            version=order.version,
+            file=written.file,
+            checksum=written.checksum,
+            public_checksum=written.public,
+        )
         send(pb.FromShard(made=made))
 
     async def _publish(self, said: pb.Published, send: Callable[[pb.FromShard], None]) -> None:
@@ -283,16 +290,17 @@ class Shard:
 
     def _write(self, order: m.Merge, state: FragmentState) -> Written:
         """A name nobody else gives: a syncer that was started again may order the same version from another process."""
-        checksum, last = state_checksum(state), self._written.get(order.fragment)
-        same = last is not None and (last.order.version, last.checksum) == (order.version, checksum)
+        found, last = checksums_of(state), self._written.get(order.fragment)
+        same = last is not None and (last.order.version, last.checksum) == (order.version, found.state)
         if last is not None and same and (self._folder / "fragments" / last.file).exists():
             return last  # it could not be committed, and a full disk has no room for a copy
         file = file_name(order.fragment, order.version, f"{self._process}-{next(self._attempts)}")
+        label = Label(self._identity.run_id, order.fragment, order.version, order.step)
         try:
-            write_version(self._folder, file, state)
+            write_version(self._folder, file, state, label, found.state)
         except OSError as error:
             raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be written: {error}") from error
-        return Written(order, file, checksum)
+        return Written(order, file, found.state, found.public)
 
     def stop(self) -> None:
         """Whoever follows the syncer is about to be cancelled; before Python 3.11 it could not tell."""

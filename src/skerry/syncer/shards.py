@@ -23,9 +23,9 @@ from skerry.errors import ConfigError, JoinRefused, SkerryError, StoreError, Wir
 from skerry.syncer.desk import CoreDesk
 from skerry.syncer.lane import MAX_NAME, Busy, Damaged, Unhealthy, first_message
 from skerry.syncer.outbox import Outbox
-from skerry.syncer.run_folder import file_name
-from skerry.syncer.store import RunStore, Written
-from skerry.syncer.tape import Tape
+from skerry.syncer.storage.store import RunStore, Written
+from skerry.syncer.storage.tape import Tape
+from skerry.syncer.storage.version_file import file_name
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.connection import PROTOCOL, require_tls_off_loopback, split_address
 
@@ -45,6 +45,10 @@ class Host(Protocol):
     def bytes_moved(self, name: str) -> None: ...
     def places_changed(self) -> None: ...
     def defect(self, error: BaseException) -> None: ...
+
+    async def rescued(self) -> None:
+        """Until the newest version of every fragment has a whole file."""
+        ...
 
 
 def spread(layout: Layout, shards: int) -> list[int]:
@@ -146,7 +150,8 @@ class Shards:
         made = await connection.ask("made", order.fragment, order.version, pb.ToShard(merge=message))
         assert made is not None
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, self._store.written_elsewhere, order, made.file, made.checksum)
+        found = (made.file, made.checksum, made.public_checksum if made.HasField("public_checksum") else None)
+        return await loop.run_in_executor(None, self._store.written_elsewhere, order, *found)
 
     async def publish(self, written: Written) -> None:
         order = written.order
@@ -268,6 +273,7 @@ class Shards:
     async def _welcome(self, connection: Connection) -> None:
         """What counts now. A version that is being committed for the process before goes first."""
         fragments = self._fragments(connection.number)
+        await self._host.rescued()
         async with contextlib.AsyncExitStack() as still:
             for fragment in fragments:
                 await still.enter_async_context(self.occupied(fragment))

@@ -10,9 +10,15 @@ from typing import Any
 from skerry.config import Config, from_json
 from skerry.core.leases import Range
 from skerry.errors import ReplayError
-from skerry.syncer.run_folder import RunIdentity, read_identity, read_tape, reading
+from skerry.syncer.storage.run_folder import RunIdentity, read_checksums, read_identity, read_tape
 
-KINDS = ("joined", "journal", "merged", "restored", "restored_from")
+BREAKS = {
+    "restored": "was put back to an earlier state",
+    "restored_from": "was restored from a snapshot",
+    "recovered": "lost a version to a damaged file",
+}
+"""Entries after which weights do not follow from what is on the tape."""
+KINDS = ("joined", "journal", "merged", *BREAKS)
 
 
 @dataclass(frozen=True)
@@ -97,9 +103,8 @@ class Recording:
                     self.processes[session].handed_on.add(steps)
 
     def _see(self, kind: str, data: dict[str, Any]) -> None:
-        if kind in ("restored", "restored_from"):
-            what = "was put back to an earlier state" if kind == "restored" else "was restored from a snapshot"
-            raise ReplayError(f"the run in {self.folder} {what}, which cannot be executed again yet")
+        if kind in BREAKS:
+            raise ReplayError(f"the run in {self.folder} {BREAKS[kind]}, which cannot be executed again yet")
         if kind == "joined":
             process = self._of(data["session"], data["learner"])
             process.platform = data.get("platform", "")
@@ -138,9 +143,3 @@ def with_checksums(folder: Path, merges: list[dict[str, Any]]) -> list[Merged]:
     """To be called after the tape was read: a running syncer writes both at once."""
     checksums = read_checksums(folder)
     return [Merged(data, checksums[data["fragment"], data["version"]]) for data in merges]
-
-
-def read_checksums(folder: Path) -> dict[tuple[int, int], int]:
-    with reading(folder) as database:
-        rows = database.execute("SELECT fragment, version, checksum FROM versions").fetchall()
-    return {(row["fragment"], row["version"]): row["checksum"] for row in rows}

@@ -27,11 +27,12 @@ from skerry.errors import ReplayError
 from skerry.learner.optimizer_state import OptimizerState
 from skerry.learner.replica import Replica
 from skerry.models.gpt import build_gpt
-from skerry.syncer.run_folder import read_fixed, state_checksum
-from skerry.syncer.store import gather
+from skerry.syncer.storage.run_folder import read_checksums, read_fixed
+from skerry.syncer.storage.store import gather
+from skerry.syncer.storage.version_file import state_checksum
 from skerry.train.island import COLD_STEPS
 from skerry.train.job import Job, build_job, build_optimizers, load_weights_file, lr_factor
-from skerry.train.recording import Merged, Process, Recording, read_checksums
+from skerry.train.recording import Merged, Process, Recording
 
 SYNCER_THREADS = 1
 

@@ -23,7 +23,7 @@ from skerry.data.windows import validation_batches
 from skerry.errors import ConfigError, StoreError
 from skerry.metrics import MetricsWriter
 from skerry.models.gpt import GPT, build_gpt, generate
-from skerry.syncer.run_folder import read_identity, read_model, read_span_s, read_standing
+from skerry.syncer.storage.run_folder import read_identity, read_model, read_span_s, read_standing
 from skerry.train.job import load_weights, pick_device
 
 log = logging.getLogger("skerry.validate")

@@ -399,12 +399,22 @@ class Caution(_message.Message):
     def __init__(self, quarantined: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GiveState(_message.Message):
-    __slots__ = ("ticket", "part")
+    __slots__ = ("ticket", "part", "held")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     part: int
-    def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+    held: HeldVersion
+    def __init__(self, ticket: _Optional[int] = ..., part: _Optional[int] = ..., held: _Optional[_Union[HeldVersion, _Mapping]] = ...) -> None: ...
+
+class HeldVersion(_message.Message):
+    __slots__ = ("fragment", "version")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("run_tokens", "step")
@@ -631,16 +641,18 @@ class Offered(_message.Message):
     def __init__(self, question: _Optional[int] = ..., name: _Optional[str] = ..., session: _Optional[str] = ..., header: _Optional[_Union[Upload, _Mapping]] = ..., norm: _Optional[float] = ..., repeated: bool = ...) -> None: ...
 
 class Made(_message.Message):
-    __slots__ = ("fragment", "version", "file", "checksum")
+    __slots__ = ("fragment", "version", "file", "checksum", "public_checksum")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
     file: str
     checksum: int
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., file: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
+    public_checksum: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., file: _Optional[str] = ..., checksum: _Optional[int] = ..., public_checksum: _Optional[int] = ...) -> None: ...
 
 class NotMade(_message.Message):
     __slots__ = ("fragment", "version", "reason")

@@ -16,7 +16,8 @@ from typing import Any
 
 from skerry.core.standing import Standing
 from skerry.errors import SkerryError, StoreError
-from skerry.syncer.store import RunStore, TapeEntry, Written
+from skerry.syncer.storage.database import TapeEntry
+from skerry.syncer.storage.store import RunStore, Written
 
 WAITING = 10_000
 KEPT = ("began", "closing", "ended", "leased", "returned", "banked", "journal")

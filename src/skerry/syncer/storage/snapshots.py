@@ -9,7 +9,8 @@ way at the cut is not kept: contributions that were not merged are no part of it
     snapshots/NNNNNN/...             what a run folder holds
     snapshots/NNNNNN/islands/NAME.optimizer/PPPPP.safetensors
 
-A snapshot whose files do not match its manifest is passed over, and the one before it is used.
+A snapshot whose files do not match its manifest is passed over. The newest that has the state of every island is used, and only
+if there is none, the newest that lacks some.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from skerry.core.syncer import SyncerCore
 from skerry.durable import sync_path, write_durably
 from skerry.errors import StoreError
 from skerry.syncer.relay import Relay
-from skerry.syncer.store import RunStore, TapeEntry
-from skerry.syncer.tape import Tape
+from skerry.syncer.storage.database import TapeEntry
+from skerry.syncer.storage.run_folder import identity_text
+from skerry.syncer.storage.store import RunStore
+from skerry.syncer.storage.tape import Tape
 
 FORMAT = 2
 STATE_S = 60.0
@@ -199,17 +202,29 @@ def check(snapshot: Path) -> dict[str, Any]:
     return manifest
 
 
-def newest_whole(folder: Path, say: Callable[[str], None]) -> Path:
-    """Of a run folder the newest snapshot that is whole; or the folder itself, if it is one. Says what is passed over."""
+def newest_complete(folder: Path, say: Callable[[str], None]) -> Path:
+    """Of a run folder the newest snapshot that is whole and has the state of every island, or else the newest that is whole; or
+    the folder itself, if it is a snapshot. Says what is passed over."""
     if (folder / "manifest.json").exists():
         check(folder)
         return folder
+    without_states: list[tuple[Path, list[str]]] = []
     for snapshot in reversed(_found(folder / "snapshots")):
         try:
-            check(snapshot)
-            return snapshot
+            islands = check(snapshot)["islands"]
         except StoreError as error:
             say(f"passed over: {error}")
+            continue
+        missing = sorted(name for name, kept in islands.items() if kept != "kept")
+        if not missing:
+            for passed, names in without_states:
+                say(f"passed over: {passed} is newer but lacks the inner state of {', '.join(names)}")
+            return snapshot
+        without_states.append((snapshot, missing))
+    if without_states:
+        snapshot, names = without_states[0]
+        say(f"no snapshot has the state of every island; {snapshot} lacks that of {', '.join(names)}")
+        return snapshot
     raise StoreError(f"{folder} has no whole snapshot")
 
 
@@ -233,7 +248,7 @@ def restore(snapshot: Path, target: Path, islands: int = 0) -> dict[str, Any]:
             count = identity["job"]["islands"]["count"] = islands or identity["job"]["islands"]["count"]
             identity["sync"]["start_with"] = identity["job"]["sync"]["start_with"] = count
             write_durably(partial / "config.json", json.dumps(identity["job"], indent=2).encode() + b"\n")
-        write_durably(partial / "run.json", json.dumps(identity, indent=1).encode())
+        write_durably(partial / "run.json", identity_text(identity).encode())
         _let_go(partial, {"run_id": before, "number": manifest["number"], "step": manifest["step"]})
         for folder in [partial, *(path for path in partial.rglob("*") if path.is_dir())]:
             sync_path(folder)

@@ -1,0 +1,59 @@
+"""Copies of the whole model from times when all was well, to go back to when it diverges. The newest two are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from skerry.core.checksum import checksum
+from skerry.core.codec import raw_bytes
+from skerry.core.tensor_file import as_parts
+from skerry.durable import unlink, write_durably
+from skerry.errors import StoreError
+
+KEPT = 2
+
+
+class GoodCopies:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "good"
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:010d}.safetensors"
+
+    def steps(self) -> list[int]:
+        """Of the copies there are, newest first."""
+        names = [re.fullmatch(r"step-(\d{10})\.safetensors", path.name) for path in self._folder.glob("step-*")]
+        return sorted((int(found[1]) for found in names if found), reverse=True)
+
+    def keep(self, step: int, fragments: Sequence[Tensor]) -> None:
+        """Whole or not at all; older ones go once this one is safe."""
+        tensors = {str(index): values for index, values in enumerate(fragments)}
+        sums = {name: checksum(raw_bytes(values)) for name, values in tensors.items()}
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write_durably(self._path(step), *as_parts(tensors, {"checksums": json.dumps(sums)}))
+        except OSError as error:
+            raise StoreError(f"a good copy of the model cannot be kept in {self._folder}: {error.strerror}") from error
+        for old in self.steps()[KEPT:]:
+            with contextlib.suppress(OSError):
+                unlink(self._path(old))
+
+    def read(self, step: int, fragment: int) -> Tensor:
+        """Raises StoreError if it is not what was kept."""
+        path = self._path(step)
+        try:
+            with safe_open(path, framework="pt") as file:
+                values: Tensor = file.get_tensor(str(fragment))
+                sums = json.loads((file.metadata() or {}).get("checksums", "{}"))
+        except (OSError, SafetensorError, ValueError) as error:
+            raise StoreError(f"the good copy of step {step} cannot be read: {error}") from error
+        if sums.get(str(fragment), checksum(raw_bytes(values))) != checksum(raw_bytes(values)):
+            raise StoreError(f"{path} is damaged: fragment {fragment} does not match its checksum")
+        return values
