@@ -26,11 +26,11 @@ import torch
 
 import skerry
 from skerry.config import Config, ModelConfig, SyncConfig, TrainConfig
-from skerry.core.codec import _CODECS, codec
-from skerry.core.fragment import split
-from skerry.core.fused import trial
-from skerry.core.tensors import model_tensors
 from skerry.learner.replica import Replica
+from skerry.tensors.codecs.codec import _CODECS, codec
+from skerry.tensors.codecs.fused import trial
+from skerry.tensors.fragments import split
+from skerry.tensors.model import model_tensors
 from skerry.train.job import build_job
 
 SHAPES = {

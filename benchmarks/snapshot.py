@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 import skerry
+from skerry.admin import take_snapshot
 from skerry.config import Config, ModelConfig
 from skerry.train.job import build_job, lr_factor
-from skerry.wire.client import take_snapshot
 
 
 def main() -> None:

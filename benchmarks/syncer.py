@@ -29,18 +29,17 @@ import torch
 from torch import nn
 
 import skerry
-from skerry.core.checksum import checksum
-from skerry.core.codec import byte_tensor, codec, raw_bytes
-from skerry.core.fragment import split
-from skerry.core.merge import FragmentState, merge, nesterov, norms_of, publish, radial_mean
-from skerry.core.tensors import model_tensors
+from skerry.admin import describe
+from skerry.checksum import checksum
 from skerry.syncer.memory import keep_freed_memory
 from skerry.syncer.storage.version_file import Label, checksums_of, write_version
+from skerry.tensors.codecs.codec import byte_tensor, codec, raw_bytes
+from skerry.tensors.fragments import split
+from skerry.tensors.merge import FragmentState, merge, nesterov, norms_of, publish, radial_mean
+from skerry.tensors.model import model_tensors
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import Assembly, chunk, count_chunks
-from skerry.wire.client import describe
-from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, open_channel
-from skerry.wire.parcel import Parcel
+from skerry.wire.channel import PROTOCOL, SERVER_OPTIONS, open_channel
+from skerry.wire.framing import Assembly, Parcel, chunk, count_chunks
 from skerry.wire.service import _SERVICE, SyncerStub
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

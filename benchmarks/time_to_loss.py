@@ -52,8 +52,8 @@ from time_to_loss.decoupled import run_decoupled
 from time_to_loss.plot import draw
 from time_to_loss.samples import measure
 
+from skerry.chaos.parse import load_plan
 from skerry.chaos.plan import Fault, Plan, RandomFaults
-from skerry.chaos.reading import load_plan
 from skerry.config import Config, load
 from skerry.errors import SkerryError
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,29 @@ from typing import Any
 import pytest
 
 from skerry.syncer.server import run_syncer
-from skerry.syncer.shard import run_shard
+from skerry.syncer.sharding.shard import run_shard
 from skerry.syncer.storage.store import RunStore
-from skerry.wire.connection import TLS
+from skerry.wire.channel import TLS
 
 # Some virtual machines say that their CPU multiplies bf16 in tiles (AMX) and then do not let it: torch would end the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Syncers and learners of many tests leave daemon threads of gRPC in this process, and its C++ side may abort the
+    interpreter's orderly end after every test has passed."""
+    if _status and not hasattr(config, "workerinput"):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status[-1])
+
+
+_status: list[int] = []
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    _status.append(int(exitstatus))
+
 
 _call_soon_threadsafe = asyncio.BaseEventLoop.call_soon_threadsafe
 

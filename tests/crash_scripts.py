@@ -26,13 +26,13 @@ from islands import small_model
 
 import skerry
 from skerry.config import SyncConfig
-from skerry.core.merge import FragmentState
 from skerry.core.messages import Merge, Share
 from skerry.core.standing import Standing
 from skerry.errors import StoreError
 from skerry.syncer.server import run_syncer
 from skerry.syncer.storage.run_folder import read_identity, read_model
 from skerry.syncer.storage.store import KEPT_VERSIONS, RunStore, TapeEntry
+from skerry.tensors.merge import FragmentState
 
 SYNC = SyncConfig(fragments=3, every=1, overlap=0, quorum=1)
 TRIES = 60

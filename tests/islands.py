@@ -17,13 +17,13 @@ import grpc
 import torch
 from torch import Tensor, nn
 
-from skerry.core import codec as codecs
-from skerry.core.checksum import checksum
-from skerry.core.fragment import Layout, split
-from skerry.core.tensors import model_tensors
+from skerry.checksum import checksum
+from skerry.tensors.codecs import codec as codecs
+from skerry.tensors.fragments import Layout, split
+from skerry.tensors.model import model_tensors
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import CHUNK_BYTES, chunk, count_chunks
-from skerry.wire.connection import PROTOCOL
+from skerry.wire.channel import PROTOCOL
+from skerry.wire.framing import CHUNK_BYTES, chunk, count_chunks
 from skerry.wire.service import SyncerStub
 
 DEADLINE_S = 30.0

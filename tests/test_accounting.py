@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from skerry.observe.accounting import RunAccount, account_of
-from skerry.observe.words import account_lines
+from skerry.observe.text import account_lines
 
 
 def seen(at: float, island: str, steps: int, **more: Any) -> dict[str, Any]:

@@ -19,9 +19,12 @@ from islands import batches, flipped, poll, small_model, tape, train
 import skerry
 from skerry.config import SyncConfig
 from skerry.errors import JoinRefused
-from skerry.wire import lane, lanes, seal, transfer
+from skerry.learner.transport import stream as lane
+from skerry.learner.transport import striped as lanes
+from skerry.wire import calls
+from skerry.wire import framing as seal
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.connection import CHANNEL_OPTIONS, PROTOCOL, SERVER_OPTIONS
+from skerry.wire.channel import CHANNEL_OPTIONS, PROTOCOL, SERVER_OPTIONS
 from skerry.wire.loop import run_here
 
 SYNC = SyncConfig(fragments=2, every=4, overlap=1, quorum=1, outer_lr=1.0, outer_momentum=0.0, merge="mean", silence_s=2.0)
@@ -178,7 +181,7 @@ def test_a_shard_is_let_in_although_a_bit_was_flipped_on_the_way(tmp_path: Path,
 def test_a_shard_of_another_version_is_told_so(tmp_path: Path, start_syncer, start_shard, monkeypatch) -> None:
     folder = skerry.create(tmp_path / "run", small_model(), SYNC)
     syncer = start_syncer(folder, shards=1)
-    monkeypatch.setattr(transfer, "PROTOCOL", 99)
+    monkeypatch.setattr(calls, "PROTOCOL", 99)
     shard = start_shard(syncer, 0)
     with pytest.raises(JoinRefused, match=f"the syncer speaks version {PROTOCOL}, Skerry here 99"):
         shard.wait()

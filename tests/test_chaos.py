@@ -18,13 +18,13 @@ import pytest
 import torch
 from jobs import tiny_job
 
-from skerry.chaos.desk import ask
+from skerry.admin import close_run
 from skerry.chaos.inflicted import Inflicted
+from skerry.chaos.mailbox import ask
 from skerry.errors import ConfigError
 from skerry.learner.replica import Snapshot
 from skerry.metrics import MetricsTail
 from skerry.observe.ledger import audit_run
-from skerry.wire.client import close_run
 
 ISLANDS = ("island-0", "island-1", "island-2")
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skerry.chaos.kinds import KINDS
+from skerry.chaos.parse import load_plan, parse_faults, plan_from, read_plan
 from skerry.chaos.plan import Fault, Plan, RandomFaults
-from skerry.chaos.reading import load_plan, parse_faults, plan_from, read_plan
 from skerry.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

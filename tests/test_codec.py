@@ -14,20 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from skerry.checksum import checksum
 from skerry.config import CodecName, SyncConfig
-from skerry.core import block_codecs, topk_codec
-from skerry.core.block_codecs import BLOCK
-from skerry.core.checksum import checksum
-from skerry.core.codec import byte_tensor, codec, raw_bytes
-from skerry.core.feedback import Feedback
-from skerry.core.fragment import TensorSpec, split
-from skerry.core.fragment_codec import fragment_codec
-from skerry.core.merge import FragmentState, publish
-from skerry.core.tensors import model_tensors
-from skerry.core.topk_codec import CHUNK
 from skerry.errors import WireError
 from skerry.learner.replica import Replica
 from skerry.syncer.published import Published
+from skerry.tensors.codecs import block as block_codecs
+from skerry.tensors.codecs import topk as topk_codec
+from skerry.tensors.codecs.block import BLOCK
+from skerry.tensors.codecs.codec import byte_tensor, codec, raw_bytes
+from skerry.tensors.codecs.feedback import Feedback
+from skerry.tensors.codecs.per_tensor import fragment_codec
+from skerry.tensors.codecs.topk import CHUNK
+from skerry.tensors.fragments import TensorSpec, split
+from skerry.tensors.merge import FragmentState, publish
+from skerry.tensors.model import model_tensors
 
 floats = st.lists(st.floats(width=32, allow_nan=False), max_size=40)
 
@@ -119,8 +120,8 @@ def test_the_default_type_of_a_loop_does_not_matter() -> None:
     """Models are often made in bf16 by changing it, before anything of ours is imported."""
     names = typing.get_args(CodecName)
     code = (
-        "import torch\ntorch.set_default_dtype(torch.bfloat16)\nfrom skerry.core.checksum import checksum\n"
-        "from skerry.core.codec import codec, raw_bytes\n"
+        "import torch\ntorch.set_default_dtype(torch.bfloat16)\nfrom skerry.checksum import checksum\n"
+        "from skerry.tensors.codecs.codec import codec, raw_bytes\n"
         "vector = torch.sin(torch.arange(10_000, dtype=torch.float32))\n"
         f"for name in {names!r}:\n"
         "    data = codec(name).encode(vector)\n"

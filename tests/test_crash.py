@@ -25,11 +25,11 @@ from islands import DEADLINE_S, RawLearner, small_model, tape, versions
 
 import skerry
 from skerry.core import syncer as cores
-from skerry.core.codec import raw_bytes
 from skerry.core.standing import Standing
 from skerry.errors import StoreError
 from skerry.syncer.storage import tape as tapes
 from skerry.syncer.storage.store import RunStore, TapeEntry
+from skerry.tensors.codecs.codec import raw_bytes
 
 
 @pytest.fixture

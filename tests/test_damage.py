@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import skerry
+from skerry.admin import take_snapshot
 from skerry.config import SyncConfig
 from skerry.core.messages import Merge
 from skerry.core.standing import Standing
@@ -35,7 +36,6 @@ from skerry.syncer.storage.run_folder import read_identity, read_model, read_sta
 from skerry.syncer.storage.snapshots import newest_complete, restore
 from skerry.syncer.storage.store import RunStore
 from skerry.syncer.storage.version_file import numbers_of
-from skerry.wire.client import take_snapshot
 
 SYNC = SyncConfig(fragments=3, every=3, rollback=5.0, silence_s=3.0)
 DAMAGES = ("deleted", "truncated", "flipped", "emptied", "older")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import skerry
 from skerry.config import SyncConfig
-from skerry.core.merge import FragmentState, nesterov
 from skerry.syncer.storage.run_folder import read_model
+from skerry.tensors.merge import FragmentState, nesterov
 
 
 def small_model() -> nn.Module:

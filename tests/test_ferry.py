@@ -24,26 +24,25 @@ from test_lanes import EXACT, Training, large_model
 
 import skerry
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
+from skerry.checksum import checksum
 from skerry.config import SyncConfig
-from skerry.core.checksum import checksum
-from skerry.core.codec import raw_bytes
 from skerry.errors import WireError
 from skerry.learner import replica
-from skerry.learner import routes as routes_module
 from skerry.learner.pinned import PinnedMemory
 from skerry.learner.replica import Snapshot
-from skerry.learner.routes import Routes
 from skerry.learner.transfers import Transfers
+from skerry.learner.transport import routes as routes_module
+from skerry.learner.transport import sidecar as ferries
+from skerry.learner.transport.meter import Meter
+from skerry.learner.transport.routes import Routes
+from skerry.learner.transport.sidecar import Ferry, Gone, Place
+from skerry.learner.transport.stream import MOST_CHUNKS, Download, NotAsWanted, TooLarge
+from skerry.learner.transport.striped import Lanes
 from skerry.syncer.storage.run_folder import read_model
-from skerry.wire import ferry as ferries
+from skerry.tensors.codecs.codec import raw_bytes
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import chunk, count_chunks
-from skerry.wire.connection import TLS
-from skerry.wire.ferry import Ferry, Gone, Place
-from skerry.wire.lane import MOST_CHUNKS, Download, NotAsWanted, TooLarge
-from skerry.wire.lanes import Lanes
-from skerry.wire.meter import Meter
-from skerry.wire.parcel import Parcel
+from skerry.wire.channel import TLS
+from skerry.wire.framing import Parcel, chunk, count_chunks
 from skerry.wire.service import add_bulk_to_server
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skerry.core.fragment import Layout, Rule, TensorSpec, check_same_model, split
 from skerry.errors import ConfigError, JoinRefused
+from skerry.tensors.fragments import Layout, Rule, TensorSpec, check_same_model, split
 
 
 class Model:
@@ -299,7 +299,7 @@ def test_the_split_is_the_same_every_time(name: str) -> None:
 
 def test_the_split_does_not_depend_on_the_hash_seed() -> None:
     program = (
-        "from skerry.core.fragment import TensorSpec, split\n"
+        "from skerry.tensors.fragments import TensorSpec, split\n"
         "import sys, json\n"
         "specs = [TensorSpec(n, tuple(s), d, r) for n, s, d, r in json.load(sys.stdin)]\n"
         "print([split(specs, count).digest() for count in (1, 5, 24, 64)])\n"

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from skerry.core import fused
-from skerry.core.block_codecs import BLOCK, Blocks, in_rows
-from skerry.core.codec import codec
+from skerry.tensors.codecs import fused
+from skerry.tensors.codecs.block import BLOCK, Blocks, in_rows
+from skerry.tensors.codecs.codec import codec
 
 CODECS = ("int8", "int4", "fp8", "e3m0", "topk1", "topk3")
 CPU = torch.device("cpu")
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no Tri
 
 INTERPRETED = """
 import sys, torch
-from skerry.core import fused
-from skerry.core.codec import codec
+from skerry.tensors.codecs import fused
+from skerry.tensors.codecs.codec import codec
 
 def vectors():
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +47,7 @@ print(compared)
 
 NOT_FINITE = """
 import torch
-from skerry.core.codec import codec
+from skerry.tensors.codecs.codec import codec
 
 for name in ("int8", "int4", "fp8", "e3m0"):
     for value in (float("nan"), float("inf"), float("-inf")):

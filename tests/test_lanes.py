@@ -19,14 +19,14 @@ import skerry
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
 from skerry.config import SyncConfig
 from skerry.errors import WireError
-from skerry.syncer.bulk import Bulk
+from skerry.learner.transport.meter import Meter
+from skerry.learner.transport.stream import Download
+from skerry.learner.transport.striped import Lanes, _checked, _longest_s
+from skerry.syncer.rpc.fragments import Bulk
 from skerry.syncer.storage.run_folder import read_model
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import CHUNK_BYTES, chunk, count_chunks
-from skerry.wire.connection import open_channel
-from skerry.wire.lane import Download
-from skerry.wire.lanes import Lanes, _checked, _longest_s
-from skerry.wire.meter import Meter
+from skerry.wire.channel import open_channel
+from skerry.wire.framing import CHUNK_BYTES, chunk, count_chunks
 from skerry.wire.service import SyncerStub
 
 

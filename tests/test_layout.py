@@ -19,12 +19,14 @@ SOURCES = sorted(SRC.glob("skerry/**/*.py"))
 
 # A part of skerry may import its own layer and those above it in this table.
 LAYERS = [
-    {"errors", "clock", "cores", "config", "metrics", "durable"},
+    {"errors", "clock", "cores", "config", "metrics", "durable", "checksum"},
     {"core"},
+    {"tensors"},
     {"wire"},
+    {"data", "admin"},
     {"syncer", "learner"},
-    {"data", "models", "train"},
-    {"launch", "chaos", "sim", "observe", "plan", "integrations"},
+    {"models", "train"},
+    {"launch", "chaos", "observe", "plan"},
     {"cli"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
@@ -149,17 +151,17 @@ def test_importing_skerry_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     "module, source",
     [
-        ("skerry.core.merge", "import skerry.wire"),
-        ("skerry.core.merge", "from skerry import wire"),
-        ("skerry.core.merge", "from ..wire.client import Client"),
-        ("skerry.core.merge", "from .. import wire"),
-        ("skerry.core.merge", "from skerry import join"),
-        ("skerry.core.merge", "from skerry import *"),
-        ("skerry.core.merge", "import skerry"),
-        ("skerry.core.merge", "import torch, skerry.cli"),
-        ("skerry.core.merge", "def late():\n    from skerry.learner import attach"),
-        ("skerry.core.merge", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from skerry.train import loop"),
-        ("skerry.core.merge", "import importlib\nimportlib.import_module('skerry.cli')"),
+        ("skerry.tensors.merge", "import skerry.wire"),
+        ("skerry.tensors.merge", "from skerry import wire"),
+        ("skerry.tensors.merge", "from ..wire.client import Client"),
+        ("skerry.tensors.merge", "from .. import wire"),
+        ("skerry.tensors.merge", "from skerry import join"),
+        ("skerry.tensors.merge", "from skerry import *"),
+        ("skerry.tensors.merge", "import skerry"),
+        ("skerry.tensors.merge", "import torch, skerry.cli"),
+        ("skerry.tensors.merge", "def late():\n    from skerry.learner import attach"),
+        ("skerry.tensors.merge", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from skerry.train import loop"),
+        ("skerry.tensors.merge", "import importlib\nimportlib.import_module('skerry.cli')"),
         ("skerry.errors", "from .core import merge"),
         ("skerry.syncer.server", "from skerry.learner import attach"),
         ("skerry.learner.attach", "from ..syncer import store"),
@@ -183,7 +185,7 @@ def test_a_relative_import_in_a_package_counts_from_that_package() -> None:
 @pytest.mark.parametrize(
     "module, source",
     [
-        ("skerry.core.merge", "import torch\nfrom skerry.errors import SkerryError\nfrom . import outer"),
+        ("skerry.tensors.merge", "import torch\nfrom skerry.errors import SkerryError\nfrom . import outer"),
         ("skerry.config", "from .errors import ConfigError\nfrom skerry import clock"),
         ("skerry.syncer.server", "from ..wire import service\nfrom ..core import syncer\nfrom .store import Store"),
         ("skerry.train.loop", "from skerry.data import corpus\nfrom skerry.learner import attach"),
@@ -214,7 +216,7 @@ def test_an_import_along_the_direction_passes(module: str, source: str) -> None:
     ],
 )
 def test_pickling_is_found(source: str) -> None:
-    assert pickle_faults(source, "skerry.core.merge")
+    assert pickle_faults(source, "skerry.tensors.merge")
 
 
 @pytest.mark.parametrize(
@@ -228,4 +230,4 @@ def test_pickling_is_found(source: str) -> None:
     ],
 )
 def test_what_does_not_pickle_passes(source: str) -> None:
-    assert not pickle_faults(source, "skerry.core.merge")
+    assert not pickle_faults(source, "skerry.tensors.merge")

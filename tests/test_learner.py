@@ -37,17 +37,17 @@ from islands import (
 from torch import Tensor, nn
 
 import skerry
+from skerry.admin import close_run
 from skerry.config import SyncConfig
 from skerry.core.exchange import Question
-from skerry.core.fragment import split
-from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError, JoinRefused, WireError
 from skerry.learner import link as links
 from skerry.learner.replica import Replica
 from skerry.learner.workers import DaemonWorkers
 from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
 from skerry.syncer.storage.store import RunStore
-from skerry.wire.client import close_run
+from skerry.tensors.fragments import split
+from skerry.tensors.model import model_tensors
 
 # One island, merged at every turn with an outer step that takes its weights over: the run must equal plain training.
 EXACT = SyncConfig(

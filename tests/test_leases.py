@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skerry.config import SyncConfig
-from skerry.core.leases import Leases, Need, Pool, Range
+from skerry.core.leases.cursor import LeaseBook
+from skerry.core.leases.ranges import Leases, Need, Pool, Range
 from skerry.core.messages import (
     Contributed,
     Declared,
@@ -30,9 +31,8 @@ from skerry.core.messages import (
     Tick,
     Welcome,
 )
-from skerry.core.reading import LeaseBook
-from skerry.core.shuffle import Shuffle
 from skerry.core.syncer import SyncerCore
+from skerry.data.shuffle import Shuffle
 from skerry.observe.ledger import Auditor
 
 POOL = Pool("", 100)

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skerry.core.fragment import Layout, Rule, TensorSpec, split
-from skerry.core.merge import BLOCK, ROW, FragmentState, mean, merge, nesterov, norm, norms_of, radial_mean, weight
 from skerry.core.messages import Merge, Share
+from skerry.core.weight import weight
+from skerry.tensors.fragments import Layout, Rule, TensorSpec, split
+from skerry.tensors.merge import BLOCK, ROW, FragmentState, mean, merge, nesterov, norm, norms_of, radial_mean
 
 
 def vectors(count: int, numel: int, seed: int = 0) -> list[Tensor]:

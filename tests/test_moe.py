@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from test_gpt import VOCAB, assert_no_token_sees_a_later_one, tokens_of
 
 from skerry.config import ModelConfig, TrainConfig
-from skerry.core.tensors import model_tensors
 from skerry.models import GPT, SIZES, build_gpt, generate, shape_for
 from skerry.models.moe import BALANCE, ROUTER_SIZE, MixtureOfExperts, balance_loss, expert_width, routes_of, training_capacity
+from skerry.tensors.model import model_tensors
 from skerry.train.job import build_optimizers
 
 WIDTH, DENSE = 16, 64

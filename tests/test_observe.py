@@ -29,7 +29,7 @@ from skerry.observe import LiveView, PlainView, RunStatus, link_lines, open_view
 from skerry.observe.frame import Frame
 from skerry.observe.plot import _interpolator, _read, _smooth
 from skerry.observe.status import PAUSE_S, RATE_WINDOW_S
-from skerry.observe.words import duration, one_line, percent, progress_line, rate, size, tokens_of
+from skerry.observe.text import duration, one_line, percent, progress_line, rate, size, tokens_of
 
 Record = dict[str, Any]
 

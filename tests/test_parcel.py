@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from islands import flipped, sealed
 
-from skerry.wire import seal
+from skerry.wire import framing as seal
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.connection import PROTOCOL
-from skerry.wire.parcel import Parcel, pack, unpack
+from skerry.wire.channel import PROTOCOL
+from skerry.wire.framing import Parcel, pack, unpack
 from skerry.wire.service import parse_description
 
 HEADERS = [

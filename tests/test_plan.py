@@ -29,8 +29,8 @@ from skerry.plan.planning import (
     syncer_bytes,
     weigh,
 )
-from skerry.plan.words import island_of, link_of, number_of, plan_lines
-from skerry.wire import transfer
+from skerry.plan.text import island_of, link_of, number_of, plan_lines
+from skerry.wire import calls
 
 SITE = Island("site", 1.0, 1000.0, 1000.0, 0.04)
 
@@ -170,7 +170,7 @@ def test_the_doctor_says_what_is_wrong_and_stops(address: str, free_port: int, m
     with pytest.raises(SystemExit) as ended:
         main(["doctor", f"127.0.0.1:{free_port}"])
     assert ended.value.code == 1 and "PROBLEM: nobody answers at 127.0.0.1" in capsys.readouterr().out
-    monkeypatch.setattr(transfer, "PROTOCOL", 99)
+    monkeypatch.setattr(calls, "PROTOCOL", 99)
     with pytest.raises(SystemExit):
         main(["doctor", address])
     assert "PROBLEM: protocol mismatch: the syncer speaks version" in capsys.readouterr().out

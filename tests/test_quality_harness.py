@@ -21,9 +21,9 @@ from subjects import HELD_OUT_SEED, build_subject, summary  # noqa: E402
 from teacher import Network, Questions  # noqa: E402
 
 from skerry.config import Config, from_mapping, tomllib  # noqa: E402
-from skerry.core.merge import FragmentState, nesterov  # noqa: E402
-from skerry.core.merge import merge as merge_fragment  # noqa: E402
 from skerry.errors import ConfigError  # noqa: E402
+from skerry.tensors.merge import FragmentState, nesterov  # noqa: E402
+from skerry.tensors.merge import merge as merge_fragment  # noqa: E402
 from skerry.train.island import COLD_STEPS  # noqa: E402
 from skerry.train.job import build_optimizers  # noqa: E402
 

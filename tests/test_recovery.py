@@ -19,17 +19,17 @@ from torch.optim import Optimizer
 
 import skerry
 from skerry.config import SyncConfig
-from skerry.core.fragment import split
-from skerry.core.tensors import model_tensors
 from skerry.errors import WireError
 from skerry.learner import learner as learner_module
-from skerry.learner import optimizer_state as module
 from skerry.learner import replica as replicas
 from skerry.learner.learner import Learner, is_recent
-from skerry.learner.optimizer_state import CannotKeep, OptimizerState
 from skerry.learner.replica import Replica
-from skerry.learner.state_courier import StateCourier
-from skerry.syncer import relay
+from skerry.learner.state import optimizer_state as module
+from skerry.learner.state.courier import StateCourier
+from skerry.learner.state.optimizer_state import CannotKeep, OptimizerState
+from skerry.syncer.rpc import state_relay as relay
+from skerry.tensors.fragments import split
+from skerry.tensors.model import model_tensors
 from skerry.wire import skerry_pb2 as pb
 
 SYNC = SyncConfig(fragments=2, every=4, overlap=1, quorum=1, outer_lr=1.0, outer_momentum=0.0, merge="mean")

@@ -14,15 +14,15 @@ from islands import poll, tape, tape_kinds
 from jobs import tiny_job
 from safetensors.torch import load_file
 
-from skerry.core.leases import Range
+from skerry.admin import close_run
+from skerry.core.leases.ranges import Range
 from skerry.errors import ReplayError
 from skerry.learner.journal import MOST_ENTRIES, Journal
-from skerry.syncer.journals import newer, read_journal
+from skerry.syncer.rpc.journals import newer, read_journal
 from skerry.syncer.storage.database import seal_of
 from skerry.syncer.storage.run_folder import read_model
 from skerry.train.recording import first_difference
 from skerry.train.replay import Replay
-from skerry.wire.client import close_run
 
 CHAOS = (
     "kill island-0 @ step 60, slow island-1 5x @ step 30 for 3s, kill_syncer syncer @ step 100 for 1s, kill island-2 @ step 160"

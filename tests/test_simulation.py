@@ -14,16 +14,16 @@ import pytest
 from simulation.faults import simulate
 from simulation.world import World
 
-from skerry.core import merge as mergers
 from skerry.core import syncer as cores
 from skerry.core.exchange import Exchange, Mark, Version
-from skerry.core.lease_desk import LeaseDesk
-from skerry.core.leases import Leases
+from skerry.core.leases.policy import LeaseDesk
+from skerry.core.leases.ranges import Leases
 from skerry.learner.transfers import Transfers
 from skerry.syncer.server import SyncerServer
-from skerry.syncer.shard import Shard
+from skerry.syncer.sharding.shard import Shard
 from skerry.syncer.storage import version_file
 from skerry.syncer.storage.tape import Tape
+from skerry.tensors import merge as mergers
 from skerry.wire import skerry_pb2 as pb
 
 SEEDS = 60
@@ -88,7 +88,7 @@ def contributions_count_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_wrong_weight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cores.merging, "weight", lambda tokens, steps: float(tokens))
+    patch.setattr(cores, "weight", lambda tokens, steps: float(tokens))
 
 
 def a_share_is_left_out(patch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,13 @@ from islands import assert_same, batches, loss_of, poll, small_model, tape, trai
 from jobs import tiny_job
 
 import skerry
+from skerry.admin import close_run, take_snapshot
 from skerry.config import SyncConfig
 from skerry.errors import StoreError
 from skerry.observe.ledger import audit_run
 from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
 from skerry.syncer.storage.snapshots import newest_complete, restore
 from skerry.train.validate import GlobalModel, validate
-from skerry.wire.client import close_run, take_snapshot
 
 
 class Island:

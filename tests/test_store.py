@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 import skerry
 from skerry.config import SyncConfig
-from skerry.core.merge import FragmentState
 from skerry.core.messages import Merge, Share
 from skerry.core.standing import Standing
-from skerry.core.tensors import model_tensors
 from skerry.errors import StoreError
 from skerry.syncer.storage import database
 from skerry.syncer.storage import store as stores
 from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
 from skerry.syncer.storage.store import RunStore, TapeEntry, create_run
 from skerry.syncer.storage.version_file import Label, state_checksum, write_version
+from skerry.tensors.merge import FragmentState
+from skerry.tensors.model import model_tensors
 
 SYNC = SyncConfig(fragments=3, every=3)
 
@@ -382,7 +382,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 import torch
-from skerry.core.merge import FragmentState
+from skerry.tensors.merge import FragmentState
 from skerry.core.messages import Merge, Share
 from skerry.core.standing import Standing
 from skerry.syncer.storage import database

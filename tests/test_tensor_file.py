@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load
 
-from skerry.core import tensor_file
-from skerry.core.tensor_file import NoSuchType, as_parts, in_one
+from skerry.tensors import tensor_file
+from skerry.tensors.tensor_file import NoSuchType, as_parts, in_one
 
 TYPES = list(tensor_file._NAMES)
 

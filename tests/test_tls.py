@@ -14,10 +14,10 @@ from islands import batches, learner_threads, small_model, together, train, vers
 from torch import nn
 
 import skerry
+from skerry.admin import describe
 from skerry.config import SyncConfig
 from skerry.errors import ConfigError, WireError
-from skerry.wire.client import describe
-from skerry.wire.connection import TLS, open_channel
+from skerry.wire.channel import TLS, open_channel
 
 TIMEOUT_S = 1.0
 SYNC = SyncConfig(fragments=2, every=2, overlap=0, quorum=1)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from islands import together
 
-from skerry.core import vectors
-from skerry.core.vectors import SMALL_BYTES, empty_bytes, empty_like
+from skerry.tensors import memory as vectors
+from skerry.tensors.memory import SMALL_BYTES, empty_bytes, empty_like
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (3, 5), (SMALL_BYTES // 4 + 1,), (1 << 18,)])

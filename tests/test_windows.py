@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skerry.core.shuffle import permutation
 from skerry.data import JoinedTokens, Windows, validation_batches
+from skerry.data.shuffle import permutation
 from skerry.errors import ConfigError
 
 seeds = st.integers(-(2**63), 2**64)

@@ -22,23 +22,22 @@ from safetensors import safe_open
 from torch import nn
 
 import skerry
+from skerry.admin import close_run, describe, describe_job, tell
+from skerry.checksum import checksum
 from skerry.clock import SystemClock
 from skerry.config import SyncConfig
-from skerry.core import codec as codecs
 from skerry.core import messages as m
-from skerry.core.checksum import checksum
 from skerry.core.syncer import SyncerCore
 from skerry.errors import ConfigError, JoinRefused, StoreError, WireError
-from skerry.syncer.diary import Diary
-from skerry.syncer.lane import LANE_QUEUE
+from skerry.syncer.metrics_log import Diary
+from skerry.syncer.rpc.uploads import LANE_QUEUE
 from skerry.syncer.server import SyncerServer, run_syncer
 from skerry.syncer.storage.run_folder import read_identity, read_model
 from skerry.syncer.storage.store import RunStore
+from skerry.tensors.codecs import codec as codecs
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import CHUNK_BYTES, Assembly, chunk, count_chunks, in_runs
-from skerry.wire.client import close_run, describe, describe_job, tell
-from skerry.wire.connection import PROTOCOL, open_channel, split_address
-from skerry.wire.parcel import Parcel
+from skerry.wire.channel import PROTOCOL, open_channel, split_address
+from skerry.wire.framing import CHUNK_BYTES, Assembly, Parcel, chunk, count_chunks, in_runs
 
 FRAGMENTS = 2
 SYNC = SyncConfig(fragments=FRAGMENTS, every=1, overlap=0, quorum=1, outer_lr=1.0, outer_momentum=0.0)
@@ -906,7 +905,7 @@ def test_plain_text_is_refused_off_loopback(host: str, ask: Callable[[str], obje
 def test_a_proxy_in_the_environment_is_not_asked_for_this_machine(run_folder: Path, start_syncer) -> None:
     """gRPC would: what is allowed in plain text because it stays on this machine would leave it."""
     address = start_syncer(run_folder).address
-    code = f"from skerry.wire.client import describe; describe({address!r}, None, timeout_s=5)"
+    code = f"from skerry.admin import describe; describe({address!r}, None, timeout_s=5)"
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     process = subprocess.run(
         [sys.executable, "-c", code], env={**environment, "http_proxy": "http://127.0.0.1:9"}, capture_output=True, check=False

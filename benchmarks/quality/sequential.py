@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from skerry.config import Config
 from skerry.core import messages as m
 from skerry.core.exchange import KEPT_GIVES, Exchange, Give, Question, Version
-from skerry.core.feedback import Feedback
-from skerry.core.fragment import Layout, split
-from skerry.core.fragment_codec import fragment_codec
-from skerry.core.merge import FragmentState, merge, publish
 from skerry.core.syncer import SyncerCore
-from skerry.core.tensors import model_tensors
 from skerry.errors import ConfigError
+from skerry.tensors.codecs.feedback import Feedback
+from skerry.tensors.codecs.per_tensor import fragment_codec
+from skerry.tensors.fragments import Layout, split
+from skerry.tensors.merge import FragmentState, merge, publish
+from skerry.tensors.model import model_tensors
 from skerry.train.island import COLD_STEPS
 from skerry.train.job import build_optimizers, half_cosine, lr_factor
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skerry.chaos.driver import Driver
+from skerry.chaos.parse import parse_faults
 from skerry.chaos.plan import Fault
-from skerry.chaos.reading import parse_faults
-from skerry.chaos.teller import Teller
+from skerry.chaos.recorder import Teller
 from skerry.config import Config
 from skerry.launch.local import create_job
 from skerry.launch.processes import Child, free_port, skerry_command

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from skerry.config import Config, from_json
-from skerry.core.leases import Range
+from skerry.core.leases.ranges import Range
 from skerry.launch.processes import die_with_parent
 from skerry.metrics import MetricsWriter
 from skerry.train.job import Job, build_job, lr_factor

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from skerry.config import BeginConfig, SyncConfig
     from skerry.launch.serve import create, serve
     from skerry.learner.learner import Learner, join
-    from skerry.wire.connection import TLS
+    from skerry.wire.channel import TLS
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ _HOMES = {
     "serve": "skerry.launch.serve",
     "SyncConfig": "skerry.config",
     "BeginConfig": "skerry.config",
-    "TLS": "skerry.wire.connection",
+    "TLS": "skerry.wire.channel",
 }
 
 __all__ = ["TLS", "BeginConfig", "Learner", "SyncConfig", "create", "join", "serve"]

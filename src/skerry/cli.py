@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from skerry.config import Config
-    from skerry.wire.connection import TLS
+    from skerry.wire.channel import TLS
 
 MOST_MERGE_THREADS = 4
 """Of one merge, on a machine with four times as many cores."""
@@ -199,7 +199,7 @@ def _tls_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _tls(options: argparse.Namespace) -> TLS | None:
-    from skerry.wire.connection import TLS
+    from skerry.wire.channel import TLS
 
     if options.ca or options.cert or options.key:
         return TLS(options.ca, options.cert, options.key)
@@ -210,7 +210,7 @@ def _train(arguments: list[str]) -> None:
     if "--help" in arguments or "-h" in arguments:
         print(_TRAIN_USAGE)
         return
-    from skerry.chaos.reading import read_plan
+    from skerry.chaos.parse import read_plan
     from skerry.config import Config, load
 
     arguments, given, proxy = _take_chaos(arguments)
@@ -325,8 +325,8 @@ def _shard(options: argparse.Namespace) -> None:
     _merging_part(f"shard-{options.number}", options.run)
     import asyncio
 
-    from skerry.syncer.shard import run_shard
-    from skerry.wire.connection import TLS, split_address
+    from skerry.syncer.sharding.shard import run_shard
+    from skerry.wire.channel import TLS, split_address
 
     host, _ = split_address(options.address)
     if options.advertise:
@@ -372,10 +372,10 @@ def _learner(options: argparse.Namespace) -> None:
     import dataclasses
     import socket
 
+    from skerry.admin import describe_job
     from skerry.chaos.inflicted import Inflicted
     from skerry.cores import cores
     from skerry.train.island import run_island
-    from skerry.wire.client import describe_job
 
     tls = _tls(options)
     config = describe_job(options.address, tls)
@@ -402,15 +402,15 @@ def _learner(options: argparse.Namespace) -> None:
 
 
 def _chaos(options: argparse.Namespace) -> None:
-    from skerry.chaos.desk import ask
-    from skerry.chaos.reading import parse_faults
+    from skerry.chaos.mailbox import ask
+    from skerry.chaos.parse import parse_faults
 
     parse_faults(options.faults)
     print(f"done or planned: {ask(options.run, options.faults)}")
 
 
 def _close(options: argparse.Namespace) -> None:
-    from skerry.wire.client import close_run
+    from skerry.admin import close_run
 
     close_run(_address(options.address), _tls(options))
     print("the run is closing")
@@ -432,7 +432,7 @@ def _address(given: str) -> str:
 
 
 def _snapshot(options: argparse.Namespace) -> None:
-    from skerry.wire.client import take_snapshot
+    from skerry.admin import take_snapshot
 
     facts = take_snapshot(_address(options.address), _tls(options))
     print(f"snapshot {facts['number']:06d} of step {facts['step']}, {facts['tokens']:,} tokens")
@@ -487,7 +487,7 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from skerry.plan.words import island_of, link_of, measured_link, number_of, plan_lines
+    from skerry.plan.text import island_of, link_of, measured_link, number_of, plan_lines
 
     parameters = number_of(options.params, "--params")
     tokens = number_of(options.tokens_per_step, "--tokens-per-step")

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from google.protobuf.message import Message
 
-from skerry.core.codec import Codec, byte_tensor
-from skerry.core.fragment_codec import fragment_codec
 from skerry.observe.ledger import audit_run
 from skerry.syncer.storage.run_folder import read_tape, read_version
 from skerry.syncer.storage.store import Written
+from skerry.tensors.codecs.codec import Codec, byte_tensor
+from skerry.tensors.codecs.per_tensor import fragment_codec
 from skerry.wire import skerry_pb2 as pb
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 from islands import flipped
 
 from skerry.errors import WireError
-from skerry.wire import seal
+from skerry.wire import framing as seal
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.parcel import Parcel, pack, unpack
+from skerry.wire.framing import Parcel, pack, unpack
 from skerry.wire.service import or_none, parse_description
 
 NOTICED_S = (0.0, 0.0, 0.05, 1.0, 12.0)

@@ -26,21 +26,21 @@ from simulation.loop import Stuck, VirtualLoop
 from simulation.net import NOTICED_S, Network, Stub
 from skerry.clock import VirtualClock
 from skerry.config import SyncConfig
-from skerry.core.fragment import split
-from skerry.core.leases import Pool
-from skerry.core.tensors import model_tensors
+from skerry.core.leases.ranges import Pool
 from skerry.errors import SkerryError, WireError
 from skerry.learner import link as links
-from skerry.learner import routes
 from skerry.learner.learner import Learner, adopt_ready
 from skerry.learner.sampler import ALONE_S
+from skerry.learner.transport import routes
+from skerry.learner.transport.stream import Download
 from skerry.syncer import server as servers
-from skerry.syncer import shard as shards
-from skerry.syncer.bulk import Bulk
+from skerry.syncer.rpc.fragments import Bulk
+from skerry.syncer.sharding import shard as shards
 from skerry.syncer.storage.store import RunStore
-from skerry.wire import chunks
+from skerry.tensors.fragments import split
+from skerry.tensors.model import model_tensors
+from skerry.wire import framing as chunks
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.lane import Download
 
 LR = 1e-2
 START_UP_S = 0.4

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from skerry.chaos.desk import Desk
 from skerry.chaos.kinds import KINDS
+from skerry.chaos.mailbox import Desk
+from skerry.chaos.parse import parse_faults
 from skerry.chaos.plan import Fault, check_part, order
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
-from skerry.chaos.reading import parse_faults
-from skerry.chaos.teller import Teller
+from skerry.chaos.recorder import Teller
 from skerry.errors import ConfigError
 from skerry.metrics import MetricsTail, MetricsWriter
 

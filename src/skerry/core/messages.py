@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skerry.core.leases import Need, Pool
+from skerry.core.leases.ranges import Need, Pool
 
 # ---------------------------------------------------------------- events
 

@@ -34,10 +34,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from skerry.config import SyncConfig
-from skerry.core import merge as merging
 from skerry.core.flow import Flow
 from skerry.core.guard import SizeHistory, why_unhealthy
-from skerry.core.lease_desk import LeaseDesk
+from skerry.core.leases.policy import LeaseDesk
 from skerry.core.messages import (
     LEFT,
     OVER,
@@ -77,6 +76,7 @@ from skerry.core.quorum import GraceWindow
 from skerry.core.rollback import Rollback
 from skerry.core.schedule import Schedule
 from skerry.core.standing import Counted, FragmentProgress, LearnerState, Round, RunPhase, Standing
+from skerry.core.weight import weight
 
 RETRY_STORE_S = 1.0
 RETURN_S = 7.0
@@ -497,7 +497,7 @@ class SyncerCore:
             step_s = self._step_time()
             limits = self.grace.allowed(step_s), self.grace.longest(step_s)
             self._flow_of[event.fragment].merged(event.fragment, now, gathering.taken_s(now), *limits)
-        total = sum(merging.weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
+        total = sum(weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
             learner = self.learners[name]
             session = offer.session or learner.session
@@ -506,7 +506,7 @@ class SyncerCore:
             fragment.counted[name] = Counted(event.version, upto, samples)
             self.leases.merged(name, session, offer.samples[1])
             learner.merges += 1
-            learner.last_share = merging.weight(offer.tokens, offer.steps) / total
+            learner.last_share = weight(offer.tokens, offer.steps) / total
         self._announce(event.fragment, gathering.step, actions)
 
     def _announce(self, index: int, step: int, actions: list[Action]) -> None:
@@ -789,7 +789,7 @@ class SyncerCore:
                 o.base,
                 o.steps,
                 o.tokens,
-                merging.weight(o.tokens, o.steps),
+                weight(o.tokens, o.steps),
                 o.upto,
                 o.session or self.learners[o.name].session,
                 o.samples,

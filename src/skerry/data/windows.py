@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from skerry.core.shuffle import Shuffle
+from skerry.data.shuffle import Shuffle
 from skerry.data.token_files import TokenSequence
 from skerry.errors import ConfigError
 

@@ -15,14 +15,14 @@ from skerry.chaos.driver import Driver
 from skerry.chaos.inflicted import ENVIRONMENT
 from skerry.chaos.plan import Plan
 from skerry.chaos.proxy import LinkProxy
-from skerry.chaos.teller import Teller
+from skerry.chaos.recorder import Teller
 from skerry.config import Config, from_json, to_json
 from skerry.cores import cores
 from skerry.durable import write_durably
 from skerry.errors import ConfigError, RunFailed, StoreError
 from skerry.launch.processes import Child, free_port, skerry_command
 from skerry.launch.supervisor import Supervisor, Worker
-from skerry.wire.connection import TLS, split_address
+from skerry.wire.channel import TLS, split_address
 
 if TYPE_CHECKING:
     from skerry.data.corpus import Corpus
@@ -122,9 +122,9 @@ def check_job(config: Config) -> tuple[Corpus, GPT]:
 
 def create_job(config: Config, folder: Path) -> None:
     """Make a run folder: initial weights, settings, an empty tape."""
-    from skerry.core.tensors import model_tensors
     from skerry.syncer.storage.recovery import is_run
     from skerry.syncer.storage.store import create_run
+    from skerry.tensors.model import model_tensors
 
     if is_run(folder):
         raise StoreError(f"{folder} already holds a run")  # before its settings are written over

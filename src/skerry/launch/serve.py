@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import nn
 
 from skerry.config import SyncConfig
-from skerry.core.tensors import model_tensors
 from skerry.launch.processes import Child, free_port, skerry_command
 from skerry.syncer.storage.store import create_run
+from skerry.tensors.model import model_tensors
 
 
 def create(folder: str | Path, model: nn.Module, sync: SyncConfig | None = None) -> Path:

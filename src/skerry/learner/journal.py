@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from skerry.core.leases import Range
+from skerry.core.leases.ranges import Range
 
 MOST_ENTRIES, MOST_BYTES = 8000, 400_000
 """Kept and sent at a time."""

@@ -24,15 +24,15 @@ from torch.optim import Optimizer
 
 from skerry.clock import Clock, SystemClock
 from skerry.core.exchange import Exchange
-from skerry.core.leases import Pool
+from skerry.core.leases.ranges import Pool
 from skerry.core.messages import OVER
 from skerry.errors import ConfigError, WireError
 from skerry.learner.link import CONNECTIONS, Link
-from skerry.learner.optimizer_state import OptimizerState
 from skerry.learner.replica import Replica
 from skerry.learner.sampler import LeasedRanges, LeasedSampler
-from skerry.learner.state_courier import StateCourier
-from skerry.wire.connection import TLS
+from skerry.learner.state.courier import StateCourier
+from skerry.learner.state.optimizer_state import OptimizerState
+from skerry.wire.channel import TLS
 
 log = logging.getLogger("skerry.learner")
 

@@ -22,26 +22,27 @@ from torch import nn
 from skerry.clock import Clock, SystemClock
 from skerry.config import SyncConfig, from_json
 from skerry.core.exchange import Exchange, Question, Version
-from skerry.core.fragment import split
-from skerry.core.leases import Pool, Range
-from skerry.core.reading import LeaseBook
-from skerry.core.tensors import model_tensors
-from skerry.core.vectors import give_back
+from skerry.core.leases.cursor import LeaseBook
+from skerry.core.leases.ranges import Pool, Range
 from skerry.errors import ConfigError, JoinRefused, SkerryError, WireError
 from skerry.learner.journal import Journal
 from skerry.learner.pace import Pace
 from skerry.learner.replica import Prepared, Replica, Snapshot
-from skerry.learner.routes import Routes
-from skerry.learner.state_courier import StateCourier
+from skerry.learner.state.courier import StateCourier
 from skerry.learner.transfers import Transfers
+from skerry.learner.transport.control import ControlStream
+from skerry.learner.transport.meter import Meter
+from skerry.learner.transport.routes import Routes
+from skerry.learner.transport.sidecar import Ferry
+from skerry.learner.transport.striped import Lanes
 from skerry.learner.workers import DaemonWorkers
+from skerry.tensors.fragments import split
+from skerry.tensors.memory import give_back
+from skerry.tensors.model import model_tensors
+from skerry.wire import calls
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire import transfer
-from skerry.wire.connection import PROTOCOL, TLS, check_reachable, open_channel
-from skerry.wire.ferry import Ferry
-from skerry.wire.lanes import Lanes
+from skerry.wire.channel import PROTOCOL, TLS, check_reachable, open_channel
 from skerry.wire.loop import shared_loop
-from skerry.wire.meter import Meter
 from skerry.wire.service import SyncerStub
 
 log = logging.getLogger("skerry.learner")
@@ -131,7 +132,7 @@ class Link:
         self._accounted_at = -ACCOUNT_EVERY_S
         self._pings = 0
         self._to_report = False
-        self._stream: transfer.ControlStream | None = None
+        self._stream: ControlStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = DaemonWorkers(WORKERS, "skerry-exchange")
         self._loop = shared_loop()
@@ -293,11 +294,11 @@ class Link:
                 await opened.enter_async_context(open_channel(self.address, self._tls)) for _ in range(1 + self._connections)
             ]
             stub, *bulk = map(SyncerStub, channels)
-            await self._prepare_for(await transfer.describe(stub))
+            await self._prepare_for(await calls.describe(stub))
             routes = self.routes = Routes(
                 self._lanes(bulk), self.address, self._connections, self._tls, self._lanes, lambda: self.ferry
             )
-            stream = self._stream = transfer.ControlStream(stub, self.sent, self.received)
+            stream = self._stream = ControlStream(stub, self.sent, self.received)
             self._stream.send(pb.ToSyncer(hello=self._hello()))
             beat = asyncio.get_running_loop().create_task(self._heartbeat(stream, routes))
             beat.add_done_callback(self._task_done)
@@ -365,7 +366,7 @@ class Link:
     def _lanes(self, stubs: Sequence[SyncerStub]) -> Lanes:
         return Lanes(stubs, self.name, self.session, self.sent, self.received)
 
-    async def _heartbeat(self, stream: transfer.ControlStream, routes: Routes) -> None:
+    async def _heartbeat(self, stream: ControlStream, routes: Routes) -> None:
         assert self.exchange is not None
         while True:
             await asyncio.sleep(HEARTBEAT_S)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skerry.core.vectors import Bytes, private_pages, when_gone
+from skerry.tensors.memory import Bytes, private_pages, when_gone
 
 log = logging.getLogger("skerry.learner")
 

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from skerry.config import SyncConfig
-from skerry.core.codec import Codec, is_quick, raw_bytes
 from skerry.core.exchange import KEPT_GIVES
-from skerry.core.feedback import Feedback
-from skerry.core.fragment import SET_ASIDE_SHARE, Fragment, Layout
-from skerry.core.fragment_codec import fragment_codec
-from skerry.core.tensors import model_tensors, places_of
-from skerry.core.vectors import empty_like
 from skerry.errors import ConfigError
 from skerry.learner.pinned import PinnedMemory
+from skerry.tensors.codecs.codec import Codec, is_quick, raw_bytes
+from skerry.tensors.codecs.feedback import Feedback
+from skerry.tensors.codecs.per_tensor import fragment_codec
+from skerry.tensors.fragments import SET_ASIDE_SHARE, Fragment, Layout
+from skerry.tensors.memory import empty_like
+from skerry.tensors.model import model_tensors, places_of
 
 log = logging.getLogger("skerry.learner")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skerry.core.leases import Pool, Range
-from skerry.core.shuffle import Shuffle
+from skerry.core.leases.ranges import Pool, Range
+from skerry.data.shuffle import Shuffle
 from skerry.errors import ConfigError, WireError
 from skerry.learner.link import Link
 

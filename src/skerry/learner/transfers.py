@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from safetensors.torch import load
 from torch import Tensor
 
-from skerry.core.checksum import checksum
-from skerry.core.codec import FP32, Codec, byte_tensor, raw_bytes
+from skerry.checksum import checksum
 from skerry.core.exchange import Give, GiveNothing, Question, Version
-from skerry.core.fragment_codec import fragment_codec
 from skerry.errors import WireError
 from skerry.learner.replica import Prepared, Snapshot
-from skerry.learner.routes import Routes
+from skerry.learner.transport.routes import Routes
+from skerry.learner.transport.stream import Download, NotAsWanted
+from skerry.tensors.codecs.codec import FP32, Codec, byte_tensor, raw_bytes
+from skerry.tensors.codecs.per_tensor import fragment_codec
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.lane import Download, NotAsWanted
 
 if TYPE_CHECKING:
     from skerry.learner.link import Link

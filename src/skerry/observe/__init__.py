@@ -6,8 +6,8 @@ from skerry.observe.accounting import Accountant, RunAccount, account_of
 from skerry.observe.ledger import Ledger, audit_run, ledger_lines, ledger_summary
 from skerry.observe.plot import plot_run
 from skerry.observe.status import Event, IslandStatus, Result, RunStatus, Validation
+from skerry.observe.text import account_lines, link_lines, summary
 from skerry.observe.view import LiveView, PlainView, View, open_view
-from skerry.observe.words import account_lines, link_lines, summary
 
 __all__ = [
     "Accountant",

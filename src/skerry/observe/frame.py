@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from skerry.observe import words
+from skerry.observe import text as words
 from skerry.observe.status import IslandStatus, RunStatus
 
 EVENTS_SHOWN = 5

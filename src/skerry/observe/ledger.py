@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skerry.core.leases import Leases
+from skerry.core.leases.ranges import Leases
 from skerry.syncer.storage.run_folder import read_identity, read_tape
 
 KINDS = ("joined", "left", "banked", "ended", "leased", "returned", "merged", "tape_gap", "tape_recovered")

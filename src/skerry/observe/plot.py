@@ -16,7 +16,7 @@ from typing import Any
 
 from skerry.errors import StoreError
 from skerry.metrics import MetricsTail
-from skerry.observe import words
+from skerry.observe import text as words
 from skerry.observe.status import Event, RunStatus, natural_key, number, text
 
 ISLANDS_NAMED = 8

@@ -14,7 +14,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.live import Live
 
-from skerry.observe import words
+from skerry.observe import text as words
 from skerry.observe.frame import Frame
 from skerry.observe.status import RunStatus
 

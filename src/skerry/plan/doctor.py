@@ -20,11 +20,11 @@ import grpc
 from skerry.config import SyncConfig, from_json
 from skerry.errors import JoinRefused, SkerryError, WireError
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.chunks import CHUNK_BYTES
-from skerry.wire.connection import PROTOCOL, TLS, check_reachable, open_channel, split_address
+from skerry.wire.calls import describe, read, wire_errors
+from skerry.wire.channel import PROTOCOL, TLS, check_reachable, open_channel, split_address
+from skerry.wire.framing import CHUNK_BYTES
 from skerry.wire.loop import run_here
 from skerry.wire.service import SyncerStub
-from skerry.wire.transfer import describe, read, wire_errors
 
 CONNECT_S = 10.0
 ROUND_TRIPS = 20

@@ -15,8 +15,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skerry.core.codec import codec
-from skerry.core.fragment import SET_ASIDE_SHARE
+from skerry.tensors.codecs.codec import codec
+from skerry.tensors.fragments import SET_ASIDE_SHARE
 
 FULL = 0.7
 """A link that is used more than this has queues that grow."""

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from skerry.core import messages as m
-from skerry.core.fragment import Layout
-from skerry.core.merge import FragmentState, merge
 from skerry.errors import SkerryError
-from skerry.syncer.bulk import Bulk, Gathered
 from skerry.syncer.published import Published
+from skerry.syncer.rpc.fragments import Bulk, Gathered
 from skerry.syncer.storage.good_copies import GoodCopies
 from skerry.syncer.storage.run_folder import read_values
 from skerry.syncer.storage.store import RunStore, Written
 from skerry.syncer.storage.tape import Tape
+from skerry.tensors.fragments import Layout
+from skerry.tensors.merge import FragmentState, merge
 
 MERGERS = 4
 """Merges computed and written at a time: writing waits for the disk more than it computes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from skerry.core.checksum import checksum
+from skerry.checksum import checksum
 
 KEPT_BYTES = 2.25
 """Differences are kept while they have no more bytes than this for each element, and the newest in any case."""

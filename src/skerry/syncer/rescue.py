@@ -13,15 +13,15 @@ from typing import Protocol
 
 import torch
 
+from skerry.checksum import checksum
 from skerry.clock import Clock
 from skerry.core import messages as m
-from skerry.core.checksum import checksum
-from skerry.core.codec import byte_tensor
 from skerry.core.syncer import RETURN_S, SyncerCore
 from skerry.errors import StoreError
-from skerry.syncer.relay import Relay
+from skerry.syncer.rpc.state_relay import Relay
 from skerry.syncer.storage.store import RunStore
 from skerry.syncer.storage.tape import Tape
+from skerry.tensors.codecs.codec import byte_tensor
 
 ANSWER_S = 60.0
 """How long an island may take to send a fragment."""

@@ -24,22 +24,22 @@ from skerry.core import messages as m
 from skerry.core.standing import FragmentProgress, Standing
 from skerry.core.syncer import SyncerCore
 from skerry.errors import JoinRefused, SkerryError
-from skerry.syncer.bulk import Bulk
-from skerry.syncer.control import ControlStreams
-from skerry.syncer.desk import CoreDesk
-from skerry.syncer.diary import Diary
-from skerry.syncer.journals import Journals
 from skerry.syncer.merging import LocalPlane, Merger
-from skerry.syncer.probe import Probes
-from skerry.syncer.relay import Relay
+from skerry.syncer.metrics_log import Diary
 from skerry.syncer.rescue import Rescue
-from skerry.syncer.shards import Shards, spread
+from skerry.syncer.rpc.admission import CoreDesk
+from skerry.syncer.rpc.control import ControlStreams
+from skerry.syncer.rpc.fragments import Bulk
+from skerry.syncer.rpc.journals import Journals
+from skerry.syncer.rpc.outgoing import lease_message, messages_of
+from skerry.syncer.rpc.probe import Probes
+from skerry.syncer.rpc.state_relay import Relay
+from skerry.syncer.sharding.shards import Shards, spread
 from skerry.syncer.storage.snapshots import Snapshots
 from skerry.syncer.storage.store import RunStore
 from skerry.syncer.storage.tape import Tape
-from skerry.syncer.telling import lease_message, messages_of
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.connection import PROTOCOL, SERVER_OPTIONS, TLS, bind
+from skerry.wire.channel import PROTOCOL, SERVER_OPTIONS, TLS, bind
 from skerry.wire.service import add_to_server
 
 PULSE_S = 0.25

@@ -14,7 +14,7 @@ from skerry.config import Config
 from skerry.errors import RunFailed
 from skerry.learner.learner import Learner, join
 from skerry.train.job import build_job, lr_factor
-from skerry.wire.connection import TLS
+from skerry.wire.channel import TLS
 
 log = logging.getLogger("skerry.island")
 

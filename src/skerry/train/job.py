@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from skerry.config import Config, TrainConfig
-from skerry.core.leases import Pool, Range
+from skerry.core.leases.ranges import Pool, Range
 from skerry.cores import cores
 from skerry.data.corpus import Corpus, load_corpus
 from skerry.data.windows import Windows

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skerry.config import Config, from_json
-from skerry.core.leases import Range
+from skerry.core.leases.ranges import Range
 from skerry.errors import ReplayError
 from skerry.syncer.storage.run_folder import RunIdentity, read_checksums, read_identity, read_tape
 

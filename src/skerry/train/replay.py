@@ -19,17 +19,17 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from skerry.core.fragment_codec import fragment_codec
-from skerry.core.leases import Range
-from skerry.core.merge import FragmentState, merge, publish
-from skerry.core.tensors import model_tensors
+from skerry.core.leases.ranges import Range
 from skerry.errors import ReplayError
-from skerry.learner.optimizer_state import OptimizerState
 from skerry.learner.replica import Replica
+from skerry.learner.state.optimizer_state import OptimizerState
 from skerry.models.gpt import build_gpt
 from skerry.syncer.storage.run_folder import read_checksums, read_fixed
 from skerry.syncer.storage.store import gather
 from skerry.syncer.storage.version_file import state_checksum
+from skerry.tensors.codecs.per_tensor import fragment_codec
+from skerry.tensors.merge import FragmentState, merge, publish
+from skerry.tensors.model import model_tensors
 from skerry.train.island import COLD_STEPS
 from skerry.train.job import Job, build_job, build_optimizers, load_weights_file, lr_factor
 from skerry.train.recording import Merged, Process, Recording

@@ -8,9 +8,8 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from skerry.wire import seal
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.parcel import Parcel, pack, unpack
+from skerry.wire.framing import Parcel, pack, parser, serialize, unpack
 
 _SERVICE = "skerry.v1.Syncer"
 FIRST_SEALED = 6
@@ -60,15 +59,15 @@ def parse_description(data: bytes) -> pb.RunDescription:
     found = pb.RunDescription.FromString(data)
     if 0 < found.protocol < FIRST_SEALED and not found.HasField("seal"):
         return found
-    return seal.parser(pb.RunDescription)(data)
+    return parser(pb.RunDescription)(data)
 
 
 def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
     handlers: dict[str, Any] = {
-        "Describe": grpc.unary_unary_rpc_method_handler(service.describe, pb.DescribeRequest.FromString, seal.serialize),
-        "Control": grpc.stream_stream_rpc_method_handler(service.control, or_none(seal.parser(pb.ToSyncer)), seal.serialize),
+        "Describe": grpc.unary_unary_rpc_method_handler(service.describe, pb.DescribeRequest.FromString, serialize),
+        "Control": grpc.stream_stream_rpc_method_handler(service.control, or_none(parser(pb.ToSyncer)), serialize),
         "Bulk": _bulk_handler(service),
-        "Shard": grpc.stream_stream_rpc_method_handler(service.shard, or_none(seal.parser(pb.FromShard)), seal.serialize),
+        "Shard": grpc.stream_stream_rpc_method_handler(service.shard, or_none(parser(pb.FromShard)), serialize),
         "Probe": grpc.stream_stream_rpc_method_handler(
             service.probe, or_none(pb.ProbeUp.FromString), pb.ProbeDown.SerializeToString
         ),
@@ -99,9 +98,9 @@ class SyncerStub:
         self.describe = channel.unary_unary(
             f"/{_SERVICE}/Describe", pb.DescribeRequest.SerializeToString, or_none(parse_description)
         )
-        self.control: Any = channel.stream_stream(f"/{_SERVICE}/Control", seal.serialize, or_none(seal.parser(pb.ToLearner)))
+        self.control: Any = channel.stream_stream(f"/{_SERVICE}/Control", serialize, or_none(parser(pb.ToLearner)))
         self.bulk: Any = channel.stream_stream(f"/{_SERVICE}/Bulk", pack, or_none(unpack(pb.BulkToLearner)))
-        self.shard: Any = channel.stream_stream(f"/{_SERVICE}/Shard", seal.serialize, or_none(seal.parser(pb.ToShard)))
+        self.shard: Any = channel.stream_stream(f"/{_SERVICE}/Shard", serialize, or_none(parser(pb.ToShard)))
         self.probe = channel.stream_stream(f"/{_SERVICE}/Probe", pb.ProbeUp.SerializeToString, pb.ProbeDown.FromString)
         self.tell = channel.unary_unary(f"/{_SERVICE}/Tell", pb.TellRequest.SerializeToString, pb.TellReply.FromString)
         self.snapshot = channel.unary_unary(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skerry.core.checksum import checksum
+from skerry.checksum import checksum
 from skerry.errors import StoreError
 
 TAPE_FILES = ("tape.sqlite", "tape.sqlite-wal", "tape.sqlite-shm")

@@ -11,11 +11,11 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from skerry.core.checksum import checksum
-from skerry.core.codec import raw_bytes
-from skerry.core.tensor_file import as_parts
+from skerry.checksum import checksum
 from skerry.durable import unlink, write_durably
 from skerry.errors import StoreError
+from skerry.tensors.codecs.codec import raw_bytes
+from skerry.tensors.tensor_file import as_parts
 
 KEPT = 2
 

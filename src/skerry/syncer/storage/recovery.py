@@ -25,9 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from skerry.core.checksum import checksum
-from skerry.core.fragment import Fragment
-from skerry.core.merge import FragmentState
+from skerry.checksum import checksum
 from skerry.core.standing import Standing
 from skerry.durable import sync_path, write_durably, write_whole
 from skerry.errors import StoreError
@@ -44,6 +42,8 @@ from skerry.syncer.storage.version_file import (
     read_version,
     write_version,
 )
+from skerry.tensors.fragments import Fragment
+from skerry.tensors.merge import FragmentState
 
 log = logging.getLogger("skerry.storage")
 

@@ -23,14 +23,14 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from skerry.checksum import checksum
 from skerry.config import SyncConfig, from_json
-from skerry.core.checksum import checksum
-from skerry.core.fragment import Fragment, Layout, TensorSpec, split
-from skerry.core.merge import FragmentState
 from skerry.core.standing import Standing
 from skerry.errors import StoreError
 from skerry.syncer.storage.database import ask, entries_of, newest_row, standing_data
 from skerry.syncer.storage.version_file import newest_proven, read_version
+from skerry.tensors.fragments import Fragment, Layout, TensorSpec, split
+from skerry.tensors.merge import FragmentState
 
 log = logging.getLogger("skerry.storage")
 

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from skerry.core.checksum import checksum_in_parts
+from skerry.checksum import checksum_in_parts
 from skerry.core.syncer import SyncerCore
 from skerry.durable import sync_path, write_durably
 from skerry.errors import StoreError
-from skerry.syncer.relay import Relay
+from skerry.syncer.rpc.state_relay import Relay
 from skerry.syncer.storage.database import TapeEntry
 from skerry.syncer.storage.run_folder import identity_text
 from skerry.syncer.storage.store import RunStore

@@ -27,10 +27,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from skerry.checksum import checksum
 from skerry.config import SyncConfig, to_json
-from skerry.core.checksum import checksum
-from skerry.core.fragment import Fragment, Layout, TensorSpec, split
-from skerry.core.merge import FragmentState
 from skerry.core.messages import Merge
 from skerry.core.standing import Counted, FragmentProgress, Standing
 from skerry.durable import sync_path, unlink, write_durably
@@ -41,6 +39,8 @@ from skerry.syncer.storage.database import TapeEntry
 from skerry.syncer.storage.recovery import KEPT_VERSIONS, VERSION_STRIDE, Fallback
 from skerry.syncer.storage.run_folder import FORMAT, RunIdentity, identity_text, parse_identity, read_fixed, read_identity
 from skerry.syncer.storage.version_file import Label, checksums_of, file_name, read_version, write_version
+from skerry.tensors.fragments import Fragment, Layout, TensorSpec, split
+from skerry.tensors.merge import FragmentState
 
 log = logging.getLogger("skerry.storage")
 

@@ -18,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skerry.core.checksum import checksum
-from skerry.core.codec import raw_bytes
-from skerry.core.fragment import Fragment
-from skerry.core.merge import FragmentState
-from skerry.core.tensor_file import as_parts
+from skerry.checksum import checksum
 from skerry.durable import write_durably
 from skerry.errors import StoreError
+from skerry.tensors.codecs.codec import raw_bytes
+from skerry.tensors.fragments import Fragment
+from skerry.tensors.merge import FragmentState
+from skerry.tensors.tensor_file import as_parts
 
 SUFFIX = ".safetensors"
 

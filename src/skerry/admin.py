@@ -1,0 +1,73 @@
+"""One-off questions to a syncer, for callers without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from skerry.config import Config, from_json
+from skerry.errors import JoinRefused, WireError
+from skerry.wire import calls
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.channel import TLS, open_channel
+from skerry.wire.loop import run_here
+from skerry.wire.service import SyncerStub
+
+
+def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunDescription:
+    """What the syncer at this address serves; keeps trying while it cannot be reached."""
+    deadline = time.monotonic() + timeout_s
+
+    async def ask() -> pb.RunDescription:
+        while True:
+            async with open_channel(address, tls) as channel:
+                try:
+                    return await calls.describe(SyncerStub(channel))
+                except WireError as error:
+                    if time.monotonic() >= deadline:
+                        raise WireError(f"no syncer answered at {address} within {timeout_s:.0f} s: {error}") from None
+            await asyncio.sleep(0.3)
+
+    return run_here(ask())
+
+
+def close_run(address: str, tls: TLS | None, timeout_s: float = 10.0) -> None:
+    """Ask the syncer to end its run: one last merge of what everyone has."""
+    run_id = describe(address, tls, timeout_s).run_id
+    _call(address, tls, lambda stub: stub.close_run, pb.CloseRequest(run_id=run_id), timeout_s)
+
+
+def take_snapshot(address: str, tls: TLS | None, timeout_s: float = 600.0) -> dict[str, Any]:
+    """Ask the syncer for a snapshot, and wait until it is there. Gives what the syncer says about it."""
+    run_id = describe(address, tls, 10.0).run_id
+    reply = _call(address, tls, lambda stub: stub.snapshot, pb.SnapshotRequest(run_id=run_id), timeout_s)
+    facts: dict[str, Any] = json.loads(reply.facts_json)
+    return facts
+
+
+def tell(address: str, tls: TLS | None, kind: str, data: dict[str, Any], timeout_s: float = 10.0) -> None:
+    """Put something that was done to the run from outside on its tape."""
+    run_id = describe(address, tls, timeout_s).run_id
+    request = pb.TellRequest(run_id=run_id, kind=kind, data_json=json.dumps(data))
+    _call(address, tls, lambda stub: stub.tell, request, timeout_s)
+
+
+def _call(address: str, tls: TLS | None, method: Callable[[SyncerStub], Any], request: Any, timeout_s: float) -> Any:
+    async def ask() -> Any:
+        async with open_channel(address, tls) as channel:
+            with calls.wire_errors():
+                # A connection that is slow to come, or breaks before the request is sent, is tried again until the time is up.
+                return await method(SyncerStub(channel))(request, timeout=timeout_s, wait_for_ready=True)
+
+    return run_here(ask())
+
+
+def describe_job(address: str, tls: TLS | None, timeout_s: float = 120.0) -> Config:
+    description = describe(address, tls, timeout_s)
+    if not description.job_json:
+        raise JoinRefused(f"the run at {address} has no training job of its own; its islands use skerry.join in their own loop")
+    config: Config = from_json(Config, description.job_json)
+    return config

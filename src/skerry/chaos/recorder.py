@@ -1,0 +1,64 @@
+"""Puts what is done to a run on its tape. The syncer may be the one that is down, so this waits in a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from skerry.admin import tell
+from skerry.errors import SkerryError
+from skerry.metrics import MetricsWriter
+from skerry.wire.channel import TLS
+
+MOST_WAITING = 1000
+TRY_S = 5.0
+PAUSE_S = 0.5
+LAST_S = 2.0
+
+
+class Teller:
+    def __init__(self, address: str, tls: TLS | None, metrics: MetricsWriter, say: Callable[..., None] = tell) -> None:
+        self._address = address
+        self._tls = tls
+        self._metrics = metrics
+        self._say = say
+        self._waiting: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(MOST_WAITING)
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lost = 0
+
+    def tell(self, kind: str, data: dict[str, Any]) -> None:
+        """Never waits. What does not fit any more is counted, and the count is written down at the end."""
+        try:
+            self._waiting.put_nowait((kind, data))
+        except queue.Full:
+            self._lost += 1
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="skerry-teller", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(LAST_S)
+        lost = self._lost + self._waiting.qsize()
+        if lost:
+            self._metrics.write("event", what="not on the tape", detail=f"{lost} faults or healings: the syncer was gone")
+
+    def _work(self) -> None:
+        while not self._closing.is_set():
+            try:
+                kind, data = self._waiting.get(timeout=PAUSE_S)
+            except queue.Empty:
+                continue
+            while True:
+                try:
+                    self._say(self._address, self._tls, kind, data, TRY_S)
+                    break
+                except SkerryError:
+                    if self._closing.wait(PAUSE_S):
+                        self._lost += 1
+                        return

@@ -1,0 +1,391 @@
+"""One bulk stream of a learner: runs of chunks go out and come in, and what was under way when it broke fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+
+from skerry.errors import WireError
+from skerry.learner.transport.meter import Meter
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.calls import TryAgain, read, wire_errors
+from skerry.wire.framing import CHUNK_BYTES, Assembly, Parcel, Run, chunk, count_chunks
+from skerry.wire.service import SyncerStub
+
+MOST_CHUNKS = 4
+"""Of one run."""
+FORGOTTEN_S = 120.0
+"""How long nothing may move on a lane that waits for an answer alone."""
+
+Key = tuple[int, int]
+"""Fragment and round of a contribution."""
+
+
+class Owner(Protocol):
+    """Whoever has several lanes and hears from each."""
+
+    sent: Meter
+    received: Meter
+
+    def is_closed(self) -> bool: ...
+
+    def queued(self, seconds: float) -> None:
+        """So long a run waited for its turn."""
+
+    def replied(self, reply: pb.UploadReply) -> None: ...
+
+    def lost(self, key: Key, error: WireError) -> None:
+        """The lane broke that carried some of this contribution."""
+
+
+class NotAsWanted(WireError):
+    """What was sent is not what was asked for, or it is not there: to go on asking for the rest is of no use."""
+
+
+class TooLarge(NotAsWanted):
+    """What there is does not fit into the room that was given."""
+
+
+class Download:
+    """A version on its way here. What has come stays when a connection breaks."""
+
+    def __init__(self, wanted: pb.Fetch, check: Callable[[pb.Fetched], None], room: memoryview | None = None) -> None:
+        self.wanted = wanted
+        self.room = room
+        """Where it is to arrive, if that matters."""
+        self._check = check
+        self.header: pb.Fetched | None = None
+        self.assembly: Assembly | None = None
+        self._arrived: memoryview | None = None
+
+    def begins(self, header: pb.Fetched) -> None:
+        """Memory is set aside once what is declared has been looked at."""
+        self._is_wanted(header)
+        if header.reason:
+            raise NotAsWanted(header.reason)
+        if self.header is None:
+            self._check(header)
+            if self.room is not None and header.size_bytes > len(self.room):
+                raise TooLarge(f"{header.size_bytes} bytes do not fit into {len(self.room)}")
+            self.header, self.assembly = header, Assembly(header.size_bytes, header.checksum, self.room)
+        elif _what(header) != _what(self.header):
+            raise NotAsWanted(f"version {header.version} of fragment {header.fragment} is something else than before")
+
+    def _is_wanted(self, header: pb.Fetched) -> None:
+        if (header.fragment, header.version) != (self.wanted.fragment, self.wanted.version):
+            raise NotAsWanted(f"version {header.version} of fragment {header.fragment} was sent without being asked for")
+
+    @property
+    def missing(self) -> list[Run]:
+        return self.assembly.missing if self.assembly is not None else [(0, MOST_CHUNKS)]
+
+    def arrived(self, header: pb.Fetched, data: memoryview) -> None:
+        """All of it, by another way, where its checksum was found to be right."""
+        self._is_wanted(header)
+        self._check(header)
+        self.header, self._arrived = header, data
+
+    def give_up(self) -> None:
+        """Nothing more is written."""
+        if self.assembly is not None:
+            self.assembly.give_up()
+
+    def finish(self) -> tuple[pb.Fetched, memoryview]:
+        """Takes a while if it is large."""
+        assert self.header is not None
+        if self._arrived is not None:
+            return self.header, self._arrived
+        assert self.assembly is not None
+        return self.header, self.assembly.finish()
+
+
+def _what(header: pb.Fetched) -> tuple[object, ...]:
+    return header.codec, header.size_bytes, header.checksum, header.HasField("since"), header.since
+
+
+@dataclass
+class _Asked:
+    """A run that was asked for. Without a download it is a part of an optimizer's state."""
+
+    first: int
+    count: int
+    done: asyncio.Future[None]
+    download: Download | None = None
+    part: int = 0
+    limit_bytes: int = 0
+    state: pb.State | None = None
+    assembly: Assembly | None = None
+    following: int = 0
+    """The number of the chunk that comes next."""
+    paid: bool = False
+    """Its bytes count among those that the cap allows; before the first answer nobody knows how many they are."""
+
+    def fail(self, error: WireError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+def forget(future: asyncio.Future[Any]) -> None:
+    """Nobody will ask what became of it."""
+    if not future.cancel() and not future.cancelled():
+        future.exception()
+
+
+class Lane:
+    """One stream. It is opened when first used, and again when it broke; what was under way then fails."""
+
+    def __init__(self, stub: SyncerStub, hello: pb.BulkHello, owner: Owner) -> None:
+        self._stub, self._hello, self._owner = stub, hello, owner
+        self._call: Any = None
+        self._reader: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+        self._sending = asyncio.Lock()
+        self.queued_bytes = 0
+        self._asked: deque[_Asked] = deque()
+        self._state: _Asked | None = None
+        self._arriving: _Asked | None = None
+        self._carried: set[Key] = set()
+        """Contributions that are on their way here, in part or whole, and were not answered."""
+        self._moved_at = 0.0
+        self._write_began: float | None = None
+        self.broken = False
+        """Its last stream broke, and nothing has come on another."""
+
+    # ------------------------------------------------------------ sending
+
+    async def send_run(self, header: pb.Upload, data: memoryview, run: Run, answered: Callable[[], bool]) -> None:
+        """One run of a contribution. The syncer may answer before it has everything, if it does not want it."""
+        key = (header.fragment, header.step)
+        message = pb.BulkToSyncer(upload=header)
+        message.upload.first_chunk = run[0]
+        self.queued_bytes += run[1] * CHUNK_BYTES
+        since = asyncio.get_running_loop().time()
+        try:
+            async with self._sending:
+                call = await self._open()
+                self._carried.add(key)
+                for number in range(run[0], run[0] + run[1]):
+                    part = chunk(data, number)
+                    await self._owner.sent.allow(len(part), self._owner.is_closed)
+                    if answered():
+                        return
+                    if number == run[0]:
+                        self._owner.queued(asyncio.get_running_loop().time() - since)
+                    await self._write(call, Parcel(message, part))
+                    self._owner.sent.moved(len(part), "contributions")
+                    message = pb.BulkToSyncer()
+        finally:
+            self.queued_bytes -= run[1] * CHUNK_BYTES
+
+    async def ask_missing(self, header: pb.Upload) -> None:
+        message = pb.BulkToSyncer(upload=header)
+        message.upload.resume = True
+        async with self._sending:
+            call = await self._open()
+            self._carried.add((header.fragment, header.step))
+            await self._write(call, Parcel(message))
+
+    async def send_state(self, header: pb.State, data: memoryview) -> None:
+        message = pb.BulkToSyncer(state=header)
+        self.queued_bytes += len(data)
+        try:
+            async with self._sending:
+                call = await self._open()
+                for number in range(count_chunks(len(data))):
+                    part = chunk(data, number)
+                    await self._owner.sent.allow(len(part), self._owner.is_closed)
+                    await self._write(call, Parcel(message, part))
+                    self._owner.sent.moved(len(part), "state")
+                    message = pb.BulkToSyncer()
+        finally:
+            self.queued_bytes -= len(data)
+
+    async def _write(self, call: Any, parcel: Parcel[pb.BulkToSyncer], asked: _Asked | None = None) -> None:
+        """On that stream and no other. Requests may go between the chunks of a contribution."""
+        async with self._writing:
+            if self._call is not call:
+                raise WireError("the stream broke")
+            if asked is not None:
+                self._asked.append(asked)
+            self._moved()
+            self._write_began = self._moved_at
+            try:
+                with wire_errors():
+                    await call.write(parcel)
+            finally:
+                self._write_began = None
+            self._moved()
+
+    # ------------------------------------------------------------ receiving
+
+    async def ask(self, download: Download, run: Run) -> asyncio.Future[None]:
+        """Ask for a run. What is given is done when the last of it has come."""
+        asked = _Asked(*run, asyncio.get_running_loop().create_future(), download)
+        fetch = pb.Fetch()
+        fetch.CopyFrom(download.wanted)
+        fetch.first_chunk, fetch.chunks = run
+        try:
+            if download.assembly is not None:
+                await self._owner.received.allow(run[1] * CHUNK_BYTES, self._owner.is_closed)
+            asked.paid = download.assembly is not None
+            await self._write(await self._open(), Parcel(pb.BulkToSyncer(fetch=fetch)), asked)
+        except BaseException:
+            forget(asked.done)
+            raise
+        return asked.done
+
+    async def fetch_state(self, part: int, limit_bytes: int) -> tuple[pb.State, memoryview]:
+        """One part of a peer's optimizer state and what is said about it. One at a time."""
+        assert self._state is None, "optimizer state is fetched one part after the other"
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asked = self._state = _Asked(0, 0, done, part=part, limit_bytes=limit_bytes)
+        try:
+            await self._write(await self._open(), Parcel(pb.BulkToSyncer(fetch_state=pb.FetchState(part=part))))
+            await done
+        finally:
+            self._state = None
+            forget(done)
+        assert asked.state is not None and asked.assembly is not None
+        return asked.state, asked.assembly.finish()
+
+    def drop_if_stuck(self, send_s: float, receive_s: float) -> None:
+        """Something is under way here and nothing has moved for so long: a stream can be dead without either end hearing of it.
+        To wait for an answer alone is no reason for long: others may be carrying the rest, or it is being decoded."""
+        if self._call is None:
+            return
+        now = asyncio.get_running_loop().time()
+        sending = self._write_began is not None and now - self._write_began > send_s
+        receiving = bool(self._asked or self._arriving) and now - self._moved_at > receive_s
+        forgotten = bool(self._carried) and now - self._moved_at > FORGOTTEN_S
+        if sending or receiving or forgotten:
+            self._call.cancel()
+
+    def answered(self, key: Key) -> None:
+        self._carried.discard(key)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._asked or self._arriving or self._carried)
+
+    def _moved(self) -> None:
+        self._moved_at = asyncio.get_running_loop().time()
+
+    async def close(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _open(self) -> Any:
+        async with self._writing:
+            if self._owner.is_closed():
+                raise WireError("the connection was closed")
+            if self._call is None:
+                with wire_errors():
+                    call = self._call = self._stub.bulk()
+                    self._reader = asyncio.get_running_loop().create_task(self._read(call))
+                    # The first message of a call that is cancelled before it is connected would wait for ever.
+                    hello = asyncio.ensure_future(call.write(Parcel(pb.BulkToSyncer(hello=self._hello))))
+                    try:
+                        await asyncio.wait((hello, self._reader), return_when=asyncio.FIRST_COMPLETED)
+                        if hello.done():
+                            await hello
+                    finally:
+                        hello.cancel()
+                if self._call is not call:
+                    raise WireError("the stream broke")
+            return self._call
+
+    async def _read(self, call: Any) -> None:
+        ended = WireError("the syncer ended the bulk stream")
+        try:
+            while (parcel := await read(call)) is not grpc.aio.EOF:
+                self._received(parcel.message, parcel.chunk)
+        except WireError as error:
+            ended = error
+        finally:
+            call.cancel()
+            self._call = None
+            self.broken = True
+            waiting = [*self._asked, *([self._arriving] if self._arriving else []), *([self._state] if self._state else [])]
+            carried = set(self._carried)
+            self._asked.clear()
+            self._carried.clear()
+            self._arriving = None
+            for asked in waiting:
+                asked.fail(ended)
+            for key in carried:
+                self._owner.lost(key, ended)
+
+    def _received(self, message: pb.BulkToLearner, chunk: bytes | memoryview) -> None:
+        self._moved()
+        self.broken = False
+        kind = message.WhichOneof("message")
+        if kind == "reply":
+            self._owner.replied(message.reply)
+            return
+        if kind == "fetched":
+            self._run_begins(message.fetched)
+        elif kind == "state":
+            self._state_begins(message.state)
+        asked = self._arriving
+        self._owner.received.moved(len(chunk), "state" if asked is not None and asked.download is None else "versions")
+        if asked is None or not asked.paid:
+            self._owner.received.charge(len(chunk))
+        if asked is None:
+            return  # the rest of something that was found to be wrong
+        assembly = asked.assembly
+        assert assembly is not None
+        if not len(chunk) and assembly.size_bytes:
+            return  # a header alone
+        try:
+            assembly.add(asked.following, chunk)
+        except WireError as error:
+            self._arriving = None
+            asked.fail(error)
+            return
+        asked.following += 1
+        if asked.following >= min(asked.first + asked.count, assembly.chunks):
+            self._arriving = None
+            if not asked.done.done():
+                asked.done.set_result(None)
+
+    def _run_begins(self, header: pb.Fetched) -> None:
+        self._cut_short()
+        asked = self._asked.popleft() if self._asked else None
+        if asked is None or asked.download is None:
+            raise WireError(f"version {header.version} of fragment {header.fragment} was sent without being asked for")
+        try:
+            if header.first_chunk != asked.first:
+                raise WireError(f"chunk {header.first_chunk} was sent, {asked.first} was asked for")
+            asked.download.begins(header)
+        except WireError as error:
+            asked.fail(error)
+            return
+        asked.assembly, asked.following = asked.download.assembly, asked.first
+        self._arriving = asked
+
+    def _state_begins(self, header: pb.State) -> None:
+        self._cut_short()
+        asked = self._state
+        if asked is None or asked.part != header.part:
+            return  # the answer to a question that was given up
+        if header.reason:
+            asked.fail(TryAgain(header.reason) if header.again else WireError(header.reason))
+        elif header.size_bytes > asked.limit_bytes:
+            asked.fail(WireError(f"a part of optimizer state has at most {asked.limit_bytes} bytes"))
+        else:
+            asked.state, asked.assembly = header, Assembly(header.size_bytes, header.checksum)
+            asked.count, asked.following = asked.assembly.chunks, 0
+            self._arriving = asked
+
+    def _cut_short(self) -> None:
+        if self._arriving is not None:
+            self._arriving.fail(WireError("what was arriving was cut short by something else"))
+            self._arriving = None

@@ -1,0 +1,348 @@
+"""A shard: a process that has the data of some of a run's fragments. It decides nothing; the syncer it dials does.
+
+Contributions come here, versions are made and handed out here, and their files are written to the run folder. Whether a
+contribution is wanted, when a merge is made, and when a version counts is the syncer's word. While no syncer can be reached,
+what is published is still handed out; what was gathered is dropped, and learners are asked for it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from skerry.core import messages as m
+from skerry.errors import RunFailed, SkerryError, StoreError, WireError
+from skerry.syncer.merging import LocalPlane, in_pool
+from skerry.syncer.rpc.fragments import Bulk, MissingContribution
+from skerry.syncer.rpc.outbox import Outbox
+from skerry.syncer.rpc.uploads import Busy, Unhealthy
+from skerry.syncer.sharding.shards import QUEUE, read_key
+from skerry.syncer.storage.run_folder import RunIdentity, read_identity
+from skerry.syncer.storage.store import Written
+from skerry.syncer.storage.version_file import Label, checksums_of, file_name, read_version, write_version
+from skerry.tensors.merge import FragmentState
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.calls import describe, read, wire_errors
+from skerry.wire.channel import PROTOCOL, SERVER_OPTIONS, TLS, bind, open_channel, with_port
+from skerry.wire.framing import Parcel
+from skerry.wire.service import SyncerStub, add_bulk_to_server
+
+log = logging.getLogger("skerry.shard")
+
+MOVED_EVERY_S = 0.25
+BACK_OFF_S = (0.2, 5.0)
+
+
+class RemoteDesk:
+    """The syncer's word on contributions, asked for on the shard's stream."""
+
+    def __init__(self) -> None:
+        self.floors: dict[int, int] = {}
+        self.moved: set[str] = set()
+        self._questions = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[pb.Verdict]] = {}
+        self._send: Callable[[pb.FromShard], None] | None = None
+
+    def connected(self, send: Callable[[pb.FromShard], None]) -> None:
+        self._send = send
+
+    def disconnected(self) -> None:
+        self._send = None
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(Busy("the syncer is away"))
+        self._asked.clear()
+        self.moved.clear()
+
+    def answered(self, verdict: pb.Verdict) -> None:
+        asked = self._asked.pop(verdict.question, None)
+        if asked is not None and not asked.done():
+            asked.set_result(verdict)
+
+    # ------------------------------------------------------------ a desk
+
+    def may_fetch(self, name: str, session: str) -> bool:
+        return True  # whoever has come through the door may read the model
+
+    def floor(self, fragment: int) -> int:
+        return self.floors.get(fragment, 0)
+
+    async def check(self, name: str, session: str, header: pb.Upload) -> None:
+        await self._ask(lambda number: pb.FromShard(offered=_offered(number, name, session, header)))
+
+    async def take(self, name: str, session: str, header: pb.Upload, norm: float, repeated: bool) -> bool:
+        verdict = await self._ask(
+            lambda number: pb.FromShard(arrived=_offered(number, name, session, header, norm=norm, repeated=repeated))
+        )
+        return not verdict.unmerged
+
+    def bytes_moved(self, name: str) -> None:
+        self.moved.add(name)
+
+    def refused(self, name: str, header: pb.Upload | None, reason: str) -> None:
+        if self._send is not None:
+            self._send(pb.FromShard(refused=pb.ShardRefused(name=name, header=header, reason=reason)))
+
+    async def _ask(self, message: Callable[[int], pb.FromShard]) -> pb.Verdict:
+        if self._send is None:
+            raise Busy("the syncer is away")
+        number = next(self._questions)
+        asked: asyncio.Future[pb.Verdict] = asyncio.get_running_loop().create_future()
+        self._asked[number] = asked
+        self._send(message(number))
+        try:
+            verdict = await asked
+        finally:
+            self._asked.pop(number, None)
+        if verdict.reason:
+            kind = Unhealthy if verdict.unhealthy else Busy if verdict.damaged else WireError
+            raise kind(verdict.reason)
+        return verdict
+
+
+def _offered(number: int, name: str, session: str, header: pb.Upload, **more: Any) -> pb.Offered:
+    return pb.Offered(question=number, name=name, session=session, header=header, **more)
+
+
+class Shard:
+    def __init__(self, folder: Path, number: int) -> None:
+        self._folder = folder
+        self._number = number
+        self._identity: RunIdentity = read_identity(folder)
+        self._process = uuid.uuid4().hex[:8]
+        self._attempts = itertools.count(1)
+        self._desk = RemoteDesk()
+        layout, sync = self._identity.layout, self._identity.sync
+        self._bulk = Bulk(layout, sync, self._desk)
+        self._plane = LocalPlane(layout, sync.merge == "radial", self._bulk, self._write)
+        self._serving: dict[int, tuple[int, int]] = {}
+        """Version and checksum of what is served of each fragment."""
+        self._written: dict[int, Written] = {}
+        """Of each fragment what was made last."""
+        self._working: set[asyncio.Task[None]] = set()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """A defect of ours: the process must not go on as if nothing had happened."""
+        self._closing = False
+        self._break: Callable[[], object] = lambda: None
+        """Ends the stream to the syncer."""
+
+    # ------------------------------------------------------------ for learners
+
+    async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None:
+        await self._bulk.serve(messages, context)
+
+    # ------------------------------------------------------------ what the syncer says
+
+    async def follow(self, syncer: str, address: str, tls: TLS | None) -> None:
+        """Do what the syncer says until it says that the run is over."""
+        pause = BACK_OFF_S[0]
+        while not self._closing:
+            why = "it ended the stream"
+            goodbye, welcomed = None, False
+            try:
+                async with open_channel(syncer, tls) as channel:
+                    goodbye, welcomed = await self._one_connection(SyncerStub(channel), address)
+            except WireError as error:
+                why = str(error)
+            if goodbye is not None:
+                if goodbye.over:
+                    return
+                raise RunFailed(f"shard {self._number} is not wanted any more: {goodbye.reason}")
+            log.warning("shard %d has lost the syncer, or is not let in: %s", self._number, why)
+            pause = BACK_OFF_S[0] if welcomed else min(pause * 1.6, BACK_OFF_S[1])
+            await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+
+    async def _one_connection(self, stub: SyncerStub, address: str) -> tuple[pb.ShardGoodbye | None, bool]:
+        await describe(stub)
+        call = stub.shard()
+        outbox: Outbox[pb.FromShard] = Outbox(QUEUE)
+        hello = pb.ShardHello(
+            protocol=PROTOCOL,
+            run_id=self._identity.run_id,
+            number=self._number,
+            address=address,
+            key=read_key(self._folder),
+            process=self._process,
+        )
+        outbox.send(pb.FromShard(hello=hello))
+        loop = asyncio.get_running_loop()
+        sending = [loop.create_task(self._send(call, outbox)), loop.create_task(self._tell_moved(outbox))]
+        self._break = call.cancel
+        welcomed = False
+        try:
+            while (message := await read(call)) is not grpc.aio.EOF:
+                kind = message.WhichOneof("message")
+                if kind == "goodbye":
+                    return message.goodbye, welcomed
+                if kind == "welcome":
+                    await self._welcomed(message.welcome)
+                    self._desk.connected(outbox.send)
+                    outbox.send(pb.FromShard(ready=pb.ShardReady()))
+                    welcomed = True
+                else:
+                    self._received(message, outbox.send)
+            return None, welcomed
+        finally:
+            call.cancel()
+            self._desk.disconnected()
+            for task in sending:
+                task.cancel()
+            # What was ordered on this stream is void: another may be ordered to make the same version.
+            await asyncio.gather(*sending, *self._working, return_exceptions=True)
+            for fragment in self._serving:
+                self._bulk.forget(fragment)
+            self._written.clear()
+
+    async def _send(self, call: Any, outbox: Outbox[pb.FromShard]) -> None:
+        with contextlib.suppress(WireError):  # who reads finds out as well
+            while (message := await outbox.get()) is not None:
+                with wire_errors():
+                    await call.write(message)
+            call.cancel()
+
+    async def _tell_moved(self, outbox: Outbox[pb.FromShard]) -> None:
+        while True:
+            await asyncio.sleep(MOVED_EVERY_S)
+            if self._desk.moved:
+                names, self._desk.moved = sorted(self._desk.moved), set()
+                outbox.send(pb.FromShard(moved=pb.Moved(names=names)))
+
+    async def _welcomed(self, welcome: pb.ShardWelcome) -> None:
+        """Serve what counts. What is here already, from before the stream broke, need not be read again."""
+        for fragment in set(self._serving) - {stored.fragment for stored in welcome.versions}:
+            del self._serving[fragment]
+            self._plane.withdraw(fragment)
+        for stored in welcome.versions:
+            if self._serving.get(stored.fragment) != (stored.version, stored.checksum):
+                await self._serve(stored)
+
+    async def _serve(self, stored: pb.StoredVersion) -> None:
+        fragment = self._identity.layout.fragments[stored.fragment]
+        row = {"file": stored.file, "checksum": stored.checksum}
+        state = await in_pool(self._plane.pool, read_version, self._folder, fragment, row)
+        self._plane.serve(stored.fragment, stored.version, state)
+        self._desk.floors[stored.fragment] = stored.floor
+        self._serving[stored.fragment] = stored.version, stored.checksum
+
+    def _received(self, message: pb.ToShard, send: Callable[[pb.FromShard], None]) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "verdict":
+            self._desk.answered(message.verdict)
+        elif kind == "merge":
+            self._begin(self._make(message.merge, send))
+        elif kind == "publish":
+            self._begin(self._publish(message.publish, send))
+        elif kind == "put_back":
+            self._begin(self._put_back(message.put_back, send))
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._working.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self.failed.done():
+            self.failed.set_exception(task.exception())  # type: ignore[arg-type]
+
+    async def _make(self, said: pb.MergeOrder, send: Callable[[pb.FromShard], None]) -> None:
+        shares = tuple(m.Share(s.name, s.base, 0, 0, s.weight, s.upto, s.session) for s in said.shares)
+        order = m.Merge(said.fragment, said.version, said.step, shares, said.outer_lr, said.outer_momentum, said.presence)
+        try:
+            written = self._written[order.fragment] = await self._plane.make(order)
+        except SkerryError as error:
+            failed = pb.NotMade(fragment=order.fragment, version=order.version, reason=str(error))
+            send(pb.FromShard(not_made=failed))
+            return
+        except MissingContribution as error:
+            log.error("shard %d and the syncer do not agree on what is here, and start anew: %s", self._number, error)
+            self._break()
+            return
+        made = pb.Made(
+            fragment=order.fragment,
+            version=order.version,
+            file=written.file,
+            checksum=written.checksum,
+            public_checksum=written.public,
+        )
+        send(pb.FromShard(made=made))
+
+    async def _publish(self, said: pb.Published, send: Callable[[pb.FromShard], None]) -> None:
+        written = self._written.pop(said.fragment)
+        assert written.order.version == said.version, "a version counts that was not made last"
+        await self._plane.publish(written)
+        self._serving[said.fragment] = said.version, written.checksum
+        send(pb.FromShard(published=said))
+
+    async def _put_back(self, stored: pb.StoredVersion, send: Callable[[pb.FromShard], None]) -> None:
+        self._bulk.forget(stored.fragment)
+        await self._serve(stored)
+        send(pb.FromShard(published=pb.Published(fragment=stored.fragment, version=stored.version)))
+
+    def _write(self, order: m.Merge, state: FragmentState) -> Written:
+        """A name nobody else gives: a syncer that was started again may order the same version from another process."""
+        found, last = checksums_of(state), self._written.get(order.fragment)
+        same = last is not None and (last.order.version, last.checksum) == (order.version, found.state)
+        if last is not None and same and (self._folder / "fragments" / last.file).exists():
+            return last  # it could not be committed, and a full disk has no room for a copy
+        file = file_name(order.fragment, order.version, f"{self._process}-{next(self._attempts)}")
+        label = Label(self._identity.run_id, order.fragment, order.version, order.step)
+        try:
+            write_version(self._folder, file, state, label, found.state)
+        except OSError as error:
+            raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be written: {error}") from error
+        return Written(order, file, found.state, found.public)
+
+    def stop(self) -> None:
+        """Whoever follows the syncer is about to be cancelled; before Python 3.11 it could not tell."""
+        self._closing = True
+
+    def close(self) -> None:
+        self._plane.close()
+
+
+async def run_shard(
+    folder: Path,
+    number: int,
+    syncer: str,
+    address: str,
+    advertised: str,
+    tls: TLS | None,
+    *,
+    listening_tls: TLS | None = None,
+    on_listening: Callable[[int], None],
+    stop: asyncio.Event,
+) -> bool:
+    """Serve until the run has ended (True) or `stop` is set (False). `advertised` is where learners reach this shard, and
+    `listening_tls` what is shown to and asked of them if it is not what is shown to the syncer."""
+    shard = Shard(folder, number)
+    server = grpc.aio.server(options=SERVER_OPTIONS, compression=grpc.Compression.NoCompression)
+    add_bulk_to_server(shard, server)
+    try:
+        port = bind(server, address, listening_tls or tls)
+        await server.start()
+        on_listening(port)
+        seen_at = advertised or with_port(address, port)
+        loop = asyncio.get_running_loop()
+        follow, stopped = loop.create_task(shard.follow(syncer, seen_at, tls)), loop.create_task(stop.wait())
+        waits: set[asyncio.Future[Any]] = {follow, stopped, shard.failed}
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        shard.stop()
+        for task in (follow, stopped):
+            task.cancel()
+        await asyncio.gather(follow, stopped, return_exceptions=True)
+        for over in done - {stopped}:
+            over.result()
+        return follow in done
+    finally:
+        await server.stop(grace=0.5)
+        shard.close()

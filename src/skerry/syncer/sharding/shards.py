@@ -1,0 +1,384 @@
+"""The shards of a syncer, as its own process sees them: who has the data of which fragments, and what they are told.
+
+A shard dials in, is told which versions count, and from then on does with its fragments what it is ordered. When its stream
+ends, whatever it had gathered is lost; the files of versions that count are in the run folder, which all of them share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from skerry.core import messages as m
+from skerry.errors import ConfigError, JoinRefused, SkerryError, StoreError, WireError
+from skerry.syncer.rpc.admission import CoreDesk
+from skerry.syncer.rpc.outbox import Outbox
+from skerry.syncer.rpc.uploads import MAX_NAME, Busy, Damaged, Unhealthy, first_message
+from skerry.syncer.storage.store import RunStore, Written
+from skerry.syncer.storage.tape import Tape
+from skerry.syncer.storage.version_file import file_name
+from skerry.tensors.fragments import Layout
+from skerry.tensors.merge import FragmentState
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.channel import PROTOCOL, require_tls_off_loopback, split_address
+
+QUEUE = 65_536
+"""Messages that wait to go to one shard, or from it: more than learners and fragments together can cause while it reads."""
+STUCK = 20
+"""A shard that has not done what it was told after this many times `silence_s` is given up: its disk or process may hang."""
+LEAST_STUCK_S = 60.0
+REMEMBERED = 100
+
+
+class Host(Protocol):
+    """What shards need to know and to tell."""
+
+    def dispatch(self, event: m.Event) -> None: ...
+    def record(self, kind: str, data: dict[str, Any]) -> None: ...
+    def bytes_moved(self, name: str) -> None: ...
+    def places_changed(self) -> None: ...
+    def defect(self, error: BaseException) -> None: ...
+
+    async def rescued(self) -> None:
+        """Until the newest version of every fragment has a whole file."""
+        ...
+
+
+def spread(layout: Layout, shards: int) -> list[int]:
+    """For each fragment its shard, so that all have about the same number of elements."""
+    load = [0] * shards
+    place = [0] * len(layout.fragments)
+    for fragment in sorted(layout.fragments, key=lambda fragment: (-fragment.numel, fragment.index)):
+        place[fragment.index] = min(range(shards), key=lambda shard: (load[shard], shard))
+        load[place[fragment.index]] += fragment.numel
+    return place
+
+
+class Connection:
+    """One shard's stream, from its hello to its end."""
+
+    def __init__(self, number: int, address: str, process: str, stuck_s: float) -> None:
+        self.number, self.address, self.process = number, address, process
+        self._stuck_s = stuck_s
+        self.welcomed = self.ready = False
+        self.outbox: Outbox[pb.ToShard] = Outbox(QUEUE)
+        self.waiting: dict[tuple[str, int, int], asyncio.Future[pb.Made | None]] = {}
+        """By what is waited for, fragment and version."""
+
+    def fail(self) -> None:
+        for waiting in self.waiting.values():
+            if not waiting.done():
+                waiting.set_exception(StoreError(f"shard {self.number} is away"))
+        self.waiting.clear()
+
+    async def ask(self, what: str, fragment: int, version: int, message: pb.ToShard) -> pb.Made | None:
+        key = (what, fragment, version)
+        answer: asyncio.Future[pb.Made | None] = asyncio.get_running_loop().create_future()
+        self.waiting[key] = answer
+        self.outbox.send(message)
+        try:
+            return await asyncio.wait_for(answer, self._stuck_s)
+        except asyncio.TimeoutError:
+            self.outbox.end()
+            raise StoreError(f"shard {self.number} has not done what it was told for {self._stuck_s:.0f} s") from None
+        finally:
+            self.waiting.pop(key, None)
+
+    def answered(self, what: str, fragment: int, version: int, answer: pb.Made | StoreError | None) -> None:
+        waiting = self.waiting.get((what, fragment, version))
+        if waiting is None or waiting.done():
+            return
+        if isinstance(answer, StoreError):
+            waiting.set_exception(answer)
+        else:
+            waiting.set_result(answer)
+
+
+class Shards:
+    """The plane of a syncer whose fragments are elsewhere."""
+
+    def __init__(self, count: int, store: RunStore, tape: Tape, desk: CoreDesk, host: Host) -> None:
+        self.of_fragment = spread(store.identity.layout, count)
+        self._count = count
+        self._store = store
+        self._tape = tape
+        self._desk = desk
+        self._host = host
+        self.secure = False
+        """Learners come by TLS."""
+        self._connections: dict[int, Connection] = {}
+        self._replaced: dict[int, deque[str]] = {number: deque(maxlen=REMEMBERED) for number in range(count)}
+        """Processes whose place another one has taken."""
+        self._occupied = [asyncio.Lock() for _ in self.of_fragment]
+        self._closed: pb.ShardGoodbye | None = None
+        self._key = write_key(store.folder)
+
+    @property
+    def places(self) -> pb.Places:
+        found = [self._connections.get(number) for number in range(self._count)]
+        addresses = [one.address if one is not None and one.ready else "" for one in found]
+        return pb.Places(addresses=addresses, of_fragment=self.of_fragment)
+
+    def _fragments(self, number: int) -> tuple[int, ...]:
+        return tuple(fragment for fragment, shard in enumerate(self.of_fragment) if shard == number)
+
+    # ------------------------------------------------------------ a plane
+
+    async def make(self, order: m.Merge) -> Written:
+        connection = self._ready(order.fragment)
+        if connection is None:
+            raise StoreError(f"shard {self.of_fragment[order.fragment]} is away")
+        shares = [
+            pb.OrderedShare(name=s.name, session=s.session, upto=s.upto, weight=s.weight, base=s.base) for s in order.shares
+        ]
+        message = pb.MergeOrder(
+            fragment=order.fragment,
+            version=order.version,
+            step=order.step,
+            shares=shares,
+            outer_lr=order.outer_lr,
+            outer_momentum=order.outer_momentum,
+            presence=order.presence,
+        )
+        made = await connection.ask("made", order.fragment, order.version, pb.ToShard(merge=message))
+        assert made is not None
+        loop = asyncio.get_running_loop()
+        found = (made.file, made.checksum, made.public_checksum if made.HasField("public_checksum") else None)
+        return await loop.run_in_executor(None, self._store.written_elsewhere, order, *found)
+
+    async def publish(self, written: Written) -> None:
+        order = written.order
+        connection = self._ready(order.fragment)
+        if connection is None:
+            return  # it starts from what is stored
+        published = pb.Published(fragment=order.fragment, version=order.version)
+        try:
+            # Before anyone is told of the version: who comes for it must find it.
+            await connection.ask("published", order.fragment, order.version, pb.ToShard(publish=published))
+        except StoreError:
+            return
+
+    async def put_back(self, written: Written, state: FragmentState) -> None:
+        order = written.order
+        connection = self._connections.get(self.of_fragment[order.fragment])
+        if connection is None or not connection.welcomed:
+            return  # it starts from what is stored
+        version = pb.StoredVersion(
+            fragment=order.fragment,
+            version=order.version,
+            file=written.file,
+            checksum=written.checksum,
+            floor=order.version,
+        )
+        try:
+            await connection.ask("published", order.fragment, order.version, pb.ToShard(put_back=version))
+        except StoreError:
+            return
+
+    def occupied(self, fragment: int) -> asyncio.Lock:
+        """While a version of it is being made. A shard that comes meanwhile waits, and starts from what counts then."""
+        return self._occupied[fragment]
+
+    def _ready(self, fragment: int) -> Connection | None:
+        connection = self._connections.get(self.of_fragment[fragment])
+        return connection if connection is not None and connection.ready else None
+
+    # ------------------------------------------------------------ a shard's stream
+
+    async def serve(self, messages: AsyncIterator[pb.FromShard | None]) -> AsyncIterator[pb.ToShard]:
+        first = await first_message(messages)
+        if self._closed is not None:
+            yield pb.ToShard(goodbye=self._closed)
+            return
+        if first is None:
+            self._host.record("refused", {"reason": "a shard's stream without a hello"})
+            return  # damaged on its way, perhaps; it may try again
+        try:
+            connection = self._admit(first)
+        except JoinRefused as refusal:
+            self._host.record("refused", {"reason": str(refusal)})
+            yield pb.ToShard(goodbye=pb.ShardGoodbye(reason=str(refusal)))
+            return
+        if connection is None:
+            self._host.record("refused", {"reason": "a shard does not see the run folder of this syncer"})
+            return  # or it read the key of the syncer before; it may try again
+        reader = asyncio.get_running_loop().create_task(self._read(connection, messages))
+        try:
+            while (message := await connection.outbox.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            self._lost(connection)
+
+    def _admit(self, first: pb.FromShard) -> Connection | None:
+        if first.WhichOneof("message") != "hello":
+            raise JoinRefused("the first message of a shard must be a hello")
+        hello = first.hello
+        if hello.protocol != PROTOCOL:
+            raise JoinRefused(f"protocol mismatch: the syncer speaks version {PROTOCOL}, this shard {hello.protocol}")
+        if hello.run_id != self._store.identity.run_id:
+            raise JoinRefused(f"this syncer serves run {self._store.identity.run_id}, the shard has {hello.run_id}")
+        if hello.number >= self._count:
+            raise JoinRefused(f"this syncer has shards 0 to {self._count - 1}, there is no shard {hello.number}")
+        if max(len(hello.address), len(hello.process)) > MAX_NAME:
+            raise JoinRefused("the shard's address is too long")
+        try:
+            host, _ = split_address(hello.address)
+            if not self.secure:
+                require_tls_off_loopback(host, None)
+        except ConfigError as error:
+            raise JoinRefused(f"learners cannot reach shard {hello.number} at {hello.address!r}: {error}") from None
+        if not secrets.compare_digest(hello.key.encode(), self._key.encode()):
+            return None
+        reason = f"another process has taken the place of shard {hello.number}"
+        if hello.process in self._replaced[hello.number]:
+            raise JoinRefused(reason)
+        old = self._connections.pop(hello.number, None)
+        if old is not None and old.process == hello.process:
+            old.outbox.end()
+            self._away(old)
+        elif old is not None:
+            self._replaced[hello.number].append(old.process)
+            old.outbox.send(pb.ToShard(goodbye=pb.ShardGoodbye(reason=reason)))
+            old.outbox.end()
+            self._away(old)
+        stuck_s = max(STUCK * self._store.identity.sync.silence_s, LEAST_STUCK_S)
+        connection = self._connections[hello.number] = Connection(hello.number, hello.address, hello.process, stuck_s)
+        return connection
+
+    async def _read(self, connection: Connection, messages: AsyncIterator[pb.FromShard | None]) -> None:
+        try:
+            await self._welcome(connection)
+            async for message in messages:
+                if self._connections.get(connection.number) is not connection:
+                    return
+                if message is None:
+                    raise WireError("a damaged message")
+                await self._received(connection, message)
+        except SkerryError as error:
+            self._host.record("refused", {"shard": connection.number, "reason": str(error)})
+        except Exception as error:
+            self._host.defect(error)
+            raise
+        finally:
+            connection.outbox.end()
+
+    async def _welcome(self, connection: Connection) -> None:
+        """What counts now. A version that is being committed for the process before goes first."""
+        fragments = self._fragments(connection.number)
+        await self._host.rescued()
+        async with contextlib.AsyncExitStack() as still:
+            for fragment in fragments:
+                await still.enter_async_context(self.occupied(fragment))
+            found: list[tuple[int, int, str, int]] = []
+            await self._tape.between_commits(lambda: found.extend(self._store.newest(fragments)))
+            versions = [
+                pb.StoredVersion(
+                    fragment=fragment, version=version, file=file, checksum=checksum, floor=self._desk.floor(fragment)
+                )
+                for fragment, version, file, checksum in found
+            ]
+            connection.welcomed = True
+            connection.outbox.send(pb.ToShard(welcome=pb.ShardWelcome(versions=versions)))
+
+    async def _received(self, connection: Connection, message: pb.FromShard) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "ready":
+            connection.ready = True
+            fragments = self._fragments(connection.number)
+            self._host.record("shard_joined", {"shard": connection.number, "address": connection.address})
+            self._host.places_changed()
+            self._host.dispatch(m.FragmentsBack(fragments))
+        elif kind == "moved":
+            for name in message.moved.names:
+                self._host.bytes_moved(name)
+        elif not connection.ready:
+            raise WireError(f"shard {connection.number} said {kind or 'nothing'} before it was ready")
+        elif kind == "offered":
+            connection.outbox.send(await self._verdict(connection, message.offered, whole=False))
+        elif kind == "arrived":
+            connection.outbox.send(await self._verdict(connection, message.arrived, whole=True))
+        elif kind == "made":
+            made = message.made
+            if not _is_name(made):
+                raise WireError(f"shard {connection.number} names the file {made.file[:MAX_NAME]!r}")
+            connection.answered("made", made.fragment, made.version, made)
+        elif kind == "not_made":
+            failed = message.not_made
+            connection.answered("made", failed.fragment, failed.version, StoreError(failed.reason))
+        elif kind == "published":
+            connection.answered("published", message.published.fragment, message.published.version, None)
+        elif kind == "refused":
+            refused = message.refused
+            self._desk.refused(refused.name, refused.header if refused.HasField("header") else None, refused.reason)
+
+    async def _verdict(self, connection: Connection, offered: pb.Offered, whole: bool) -> pb.ToShard:
+        verdict = pb.Verdict(question=offered.question)
+        try:
+            fragment = offered.header.fragment
+            if fragment >= len(self.of_fragment) or self.of_fragment[fragment] != connection.number:
+                raise Busy(f"fragment {fragment} is not one of shard {connection.number}")
+            if whole:
+                taken = await self._desk.take(offered.name, offered.session, offered.header, offered.norm, offered.repeated)
+                verdict.unmerged = not taken
+            else:
+                await self._desk.check(offered.name, offered.session, offered.header)
+        except WireError as error:
+            verdict.reason = str(error) or "not wanted"
+            verdict.damaged, verdict.unhealthy = isinstance(error, Damaged), isinstance(error, Unhealthy)
+        return pb.ToShard(verdict=verdict)
+
+    def _lost(self, connection: Connection) -> None:
+        if self._connections.get(connection.number) is connection:
+            del self._connections[connection.number]
+            self._away(connection)
+
+    def _away(self, connection: Connection) -> None:
+        was_ready, connection.ready = connection.ready, False
+        connection.fail()
+        if was_ready and self._closed is None:
+            self._host.record("shard_lost", {"shard": connection.number})
+            self._host.places_changed()
+            self._host.dispatch(m.FragmentsAway(self._fragments(connection.number)))
+
+    def dismiss(self, reason: str, over: bool) -> None:
+        """The run is over, or the syncer stops; in the second case shards look for it again."""
+        if over:
+            self._closed = pb.ShardGoodbye(reason=reason, over=True)
+        for connection in self._connections.values():
+            if over:
+                connection.outbox.send(pb.ToShard(goodbye=self._closed))
+            connection.outbox.end()
+
+
+def _is_name(made: pb.Made) -> bool:
+    """As shard.py names files, of the version that was ordered."""
+    beginning = re.escape(file_name(made.fragment, made.version).removesuffix(".safetensors"))
+    return re.fullmatch(rf"{beginning}-[0-9a-f]{{8}}-[0-9]+\.safetensors", made.file) is not None
+
+
+def write_key(folder: Path) -> str:
+    """Whoever can read it sees the same run folder, and is trusted to have a part in it."""
+    key = secrets.token_hex(16)
+    path = folder / "shard-key"
+    try:
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error}") from None
+    return key
+
+
+def read_key(folder: Path) -> str:
+    try:
+        return (folder / "shard-key").read_text()
+    except OSError:
+        return ""  # the syncer has not started yet
