@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from skerry.syncer.server import run_syncer
+from skerry.syncer.process import run_syncer
 from skerry.syncer.sharding.shard import run_shard
 from skerry.syncer.storage.store import RunStore
 from skerry.wire.channel import TLS

@@ -26,12 +26,16 @@ from islands import small_model
 
 import skerry
 from skerry.config import SyncConfig
-from skerry.core.messages import Merge, Share
+from skerry.core import records
+from skerry.core.messages import Merge
+from skerry.core.share import Share
 from skerry.core.standing import Standing
 from skerry.errors import StoreError
-from skerry.syncer.server import run_syncer
+from skerry.syncer.process import run_syncer
+from skerry.syncer.storage.database import TapeEntry
+from skerry.syncer.storage.recovery import KEPT_VERSIONS
 from skerry.syncer.storage.run_folder import read_identity, read_model
-from skerry.syncer.storage.store import KEPT_VERSIONS, RunStore, TapeEntry
+from skerry.syncer.storage.store import RunStore
 from skerry.tensors.merge import FragmentState
 
 SYNC = SyncConfig(fragments=3, every=1, overlap=0, quorum=1)
@@ -81,10 +85,10 @@ def found(store: RunStore, witness: Witness) -> dict[str, Any]:
             expected = content(fragment, number, len(states[fragment].values))
             assert torch.equal(states[fragment].values, expected.values), f"values of fragment {fragment}"
             assert torch.equal(states[fragment].momentum, expected.momentum), f"momentum of fragment {fragment}"
-            assert progress[fragment].counted_upto("island") == number, f"what counts in fragment {fragment}"
+            assert progress[fragment].counted_step("island") == number, f"what counts in fragment {fragment}"
         else:
             assert not bool(states[fragment].momentum.any())
-    numbers = [entry.data["number"] for entry in store.tape() if entry.kind == "step"]
+    numbers = [int(e.record.what) for e in store.tape() if isinstance(e.record, records.Repaired)]
     assert numbers == [*state["before"], state["number"]][1:], f"the tape has {numbers}"
     return state
 
@@ -102,13 +106,13 @@ def put(store: RunStore, state: dict[str, Any], witness: Witness) -> None:
     written = []
     for fragment, (version, made) in enumerate(state["fragments"]):
         if made == number:
-            share = Share("island", version - 1, 1, 10, 100.0, upto=number, session="s")
+            share = Share("island", "s", version - 1, 1, 10, 100.0, at_step=number)
             order = Merge(fragment, version, number, (share,), 0.5, 0.5, 1.0)
             numel = store.identity.layout.fragments[fragment].numel
             written.append(store.write(order, content(fragment, number, numel)))
     witness.say("tried", state)
     standing = Standing(number, number, "running", {"island": ("s", 0, number, 0)})
-    store.commit(written, standing, [TapeEntry(float(number), "step", {"number": number})])
+    store.commit(written, standing, [TapeEntry(float(number), records.Repaired(str(number)))])
     witness.say("announced", state)
 
 
@@ -240,7 +244,7 @@ def die_everywhere_then_cut(stage: Stage, seed: int) -> None:
         store = RunStore(stage.place / "disk" / "run")
         stage.witness.say("announced", found(store, stage.witness))
         disk.die_at(disk.calls + 1, disk.last_words or (lambda: None))
-        store.commit([], Standing(), [TapeEntry(0.0, "never", {})])
+        store.commit([], Standing(), [TapeEntry(0.0, records.Repaired("never"))])
 
     while died:
         call += 1

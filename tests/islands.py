@@ -252,8 +252,8 @@ class RawLearner:
             delta = torch.full((self.layout.fragments[ask.fragment].numel,), 0.125 * (1 + self._step % 64 / 64))
         data = bytes(codecs.raw_bytes(codecs.codec("bf16").encode(delta)))
         values: dict[str, Any] = {
-            "fragment": ask.fragment, "step": ask.step, "base": ask.min_base, "steps": 1, "tokens": 10, "upto": self._step,
-            "upto_tokens": 10 * max(1, self._step), "codec": "bf16", "size_bytes": len(data), "checksum": checksum(data),
+            "fragment": ask.fragment, "round": ask.round, "base": ask.min_base, "steps": 1, "tokens": 10, "at_step": self._step,
+            "at_tokens": 10 * max(1, self._step), "codec": "bf16", "size_bytes": len(data), "checksum": checksum(data),
         }  # fmt: skip
         return pb.Upload(**{**values, **changes}), data
 

@@ -128,8 +128,8 @@ def test_a_learner_whose_stream_stands_but_is_of_no_use_comes_back(run, monkeypa
             trains_until(lambda: not learner.connected or tape(folder, "lost"), "it to be noticed")
         else:
             quiet = merges(folder)
-            trains_until(lambda: tape(folder, "opened")[-1]["step"] > before, "a round that nothing is sent for")
-            poll(lambda: learner._link.routes.main.idle, "the lane to be given up")
+            trains_until(lambda: tape(folder, "opened")[-1]["round"] > before, "a round that nothing is sent for")
+            poll(lambda: learner._session.routes.main.idle, "the lane to be given up")
             assert merges(folder) <= quiet + 2, "what was under way already"
     changes.clear() if what == "nothing comes through any more" else None
     if end == "Control":

@@ -172,7 +172,7 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
     [left] = run.find(0, "event", what="never came")
     assert "kill island-0 @ 3600s" in run.records[left]["detail"] and "1 planned" in run.records[left]["detail"]
     assert json.loads((run.folder / "result.json").read_text())["tokens"] > 0
-    assert [data.get("words") for _, data in run.tape("fault")].count("kill island-1 @ step 40") == 1
+    assert [data.get("words") for _, data in run.tape("fault_injected")].count("kill island-1 @ step 40") == 1
     assert [path.name for path in (run.folder / "chaos" / "requests").iterdir()] == []
     check_ledger(run.folder)
 
@@ -187,8 +187,8 @@ def test_killed_island_stays_away_as_long_as_said_and_comes_back(run: Run) -> No
     back = run.event(dead, "restarted", "island-0")
     assert run.records[back]["at"] - run.records[dead]["at"] >= 1
     run.merged_again("island-0", run.event(back, "joined", "island-0"))
-    run.told("fault", words)
-    assert any(data.get("learner") == "island-0" for _, data in run.tape("restarted"))
+    run.told("fault_injected", words)
+    assert any(data.get("part") == "island-0" for _, data in run.tape("part_restarted"))
 
 
 def test_frozen_island_is_given_up_and_taken_back_when_it_thaws(run: Run) -> None:
@@ -222,7 +222,7 @@ def test_killed_syncer_stays_away_as_long_as_said_while_islands_go_on(run: Run) 
     for island in ISLANDS:
         run.merged_again(island, run.event(back, "joined", island))
         assert _steps_alone(run, island)[-1] > 0
-    run.told("fault", words)
+    run.told("fault_injected", words)
 
 
 def _steps_alone(run: Run, island: str) -> list[int]:
@@ -240,7 +240,7 @@ def test_island_whose_link_is_cut_trains_on_alone_and_comes_back(run: Run) -> No
     healed = run.event(fault, "healed", "island-0", words)
     run.merged_again("island-0", run.event(healed, "joined", "island-0"))
     assert _steps_alone(run, "island-0")[-1] > 0
-    run.told("healed", words)
+    run.told("fault_healed", words)
 
 
 @pytest.mark.parametrize("words", ["throttle island-1 0.05mbps up for 4s", "delay island-2 700ms for 4s"])
@@ -318,7 +318,7 @@ def test_full_disk_pauses_merging_and_loses_nothing(run: Run) -> None:
     healed = run.event(failed, "healed", "syncer", words)
     for island in ISLANDS:
         run.merged_again(island, healed)
-    run.told("fault", words)
+    run.told("fault_injected", words)
     versions = [data["version"] for _, data in run.tape("merged") if data["fragment"] == 0]
     assert versions == list(range(1, len(versions) + 1)), "no version is missing"
 

@@ -172,7 +172,7 @@ def test_a_learner_that_is_told_to_terminate_hands_over_what_it_has_and_the_othe
         def merged(name: str) -> list[int]:
             """Up to which of its own steps."""
             shares = [share for entry in tape(run, "merged") for share in entry["shares"]]
-            return [share["upto"] for share in shares if share["name"] == name]
+            return [share["at_step"] for share in shares if share["learner"] == name]
 
         poll(lambda: merged("west"), "west to be merged", timeout_s=90)
         west.terminate()

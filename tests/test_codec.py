@@ -18,7 +18,7 @@ from skerry.checksum import checksum
 from skerry.config import CodecName, SyncConfig
 from skerry.errors import WireError
 from skerry.learner.replica import Replica
-from skerry.syncer.published import Published
+from skerry.syncer.rpc.published import Published
 from skerry.tensors.codecs import block as block_codecs
 from skerry.tensors.codecs import topk as topk_codec
 from skerry.tensors.codecs.block import BLOCK

@@ -24,11 +24,13 @@ from faulty_disk import FaultyDisk
 from islands import DEADLINE_S, RawLearner, small_model, tape, versions
 
 import skerry
-from skerry.core import syncer as cores
+from skerry.core import records, rounds
+from skerry.core.schema import TapeRecord
 from skerry.core.standing import Standing
 from skerry.errors import StoreError
 from skerry.syncer.storage import tape as tapes
-from skerry.syncer.storage.store import RunStore, TapeEntry
+from skerry.syncer.storage.database import TapeEntry
+from skerry.syncer.storage.store import RunStore
 from skerry.tensors.codecs.codec import raw_bytes
 
 
@@ -214,10 +216,10 @@ def failures(monkeypatch) -> list[dict[str, Any]]:
     recorded: list[dict[str, Any]] = []
     record = tapes.Tape.record
 
-    def spy(self: tapes.Tape, kind: str, data: dict[str, Any]) -> None:
-        if kind == "merge_failed":
-            recorded.append(dict(data))
-        record(self, kind, data)
+    def spy(self: tapes.Tape, written: TapeRecord) -> None:
+        if isinstance(written, records.MergeFailed):
+            recorded.append(written.to_json())
+        record(self, written)
 
     monkeypatch.setattr(tapes.Tape, "record", spy)
     return recorded
@@ -247,7 +249,7 @@ async def hear_all(raw: RawLearner) -> dict[int, int]:
 
 @pytest.mark.parametrize("full", FULL)
 def test_a_full_disk_pauses_merging_and_nothing_else(disk, failures, start_syncer, monkeypatch, full: str) -> None:
-    monkeypatch.setattr(cores, "RETRY_STORE_S", 0.02)
+    monkeypatch.setattr(rounds, "RETRY_STORE_S", 0.02)
     folder = Path(disk.root)
     syncer = start_syncer(folder)
     fragments = range(SYNC.fragments)
@@ -291,7 +293,8 @@ def test_a_full_disk_pauses_merging_and_nothing_else(disk, failures, start_synce
     asyncio.run(scenario())
     syncer.stop()
     merged = [entry for entry in tape(folder, "merged") if entry["version"] == 2]
-    assert [{share["name"] for share in entry["shares"]} for entry in merged] == [{"a", "b"}] * SYNC.fragments, "all was kept"
+    names = [{share["learner"] for share in entry["shares"]} for entry in merged]
+    assert names == [{"a", "b"}] * SYNC.fragments, "all was kept"
     written = tape(folder, "merge_failed")
     assert sum(entry.get("times", 1) for entry in written) == len(failures)
     if full != "the files of versions":
@@ -301,7 +304,7 @@ def test_a_full_disk_pauses_merging_and_nothing_else(disk, failures, start_synce
 
 
 def test_a_merge_that_fails_is_not_tried_again_before_its_time(disk, failures, start_syncer, monkeypatch) -> None:
-    monkeypatch.setattr(cores, "RETRY_STORE_S", 3600.0)
+    monkeypatch.setattr(rounds, "RETRY_STORE_S", 3600.0)
     syncer = start_syncer(Path(disk.root))
 
     async def scenario() -> None:
@@ -366,25 +369,25 @@ def test_what_waits_for_a_full_disk_is_bounded_and_the_gap_is_on_the_tape(monkey
     async def scenario(store: FullStore) -> None:
         tape = tapes.Tape(store, Standing)
         for number in range(1000):
-            tape.record("opened" if number % 3 else "refused", {"number": number})
-            tape.record("merge_failed", {"fragment": number % 2, "step": 5, "reason": "full"})
+            tape.record(records.Opened(number, 1, ()) if number % 3 else records.Refused("no", fragment=number))
+            tape.record(records.MergeFailed(number % 2, 5, "full"))
             if number == 500:
-                tape.record("closing", {"why": "requested"})
+                tape.record(records.Closing("requested", 0, 0))
             if number % 7 == 0:
                 await tape.flush()
         store.full = False
-        tape.record("ended", {})
+        tape.record(records.Ended(0, 0, 0))
         await tape.close()
 
     store = FullStore()
     asyncio.run(scenario(store))
     assert max(store.commits) <= 100 + 1 + 2
-    kinds = [entry.kind for entry in store.entries]
+    kinds = [entry.record.kind for entry in store.entries]
     assert kinds.count("closing") == kinds.count("ended") == kinds.count("tape_gap") == 1
-    numbers = [entry.data["number"] for entry in store.entries if "number" in entry.data]
+    numbers = [e.record.fragment for e in store.entries if isinstance(e.record, (records.Opened, records.Refused))]
     assert numbers == list(range(98)), "the first are kept, in their order"
-    [gap] = [entry for entry in store.entries if entry.kind == "tape_gap"]
-    assert sum(gap.data["missing"].values()) == 1000 - 98 and gap.data["missing"].keys() == {"opened", "refused"}
-    assert gap.at <= gap.data["until"]
-    failed = {entry.data["fragment"]: entry.data["times"] for entry in store.entries if entry.kind == "merge_failed"}
+    [gap] = [entry for entry in store.entries if isinstance(entry.record, records.TapeGap)]
+    assert sum(gap.record.missing.values()) == 1000 - 98 and gap.record.missing.keys() == {"opened", "refused"}
+    assert gap.at <= gap.record.until
+    failed = {e.record.fragment: e.record.times for e in store.entries if isinstance(e.record, records.MergeFailed)}
     assert failed == {0: 500, 1: 500} and kinds.count("merge_failed") == 2

@@ -31,9 +31,10 @@ from skerry.core.standing import Standing
 from skerry.errors import StoreError
 from skerry.observe.ledger import audit_run
 from skerry.syncer.storage import database as db
-from skerry.syncer.storage.recovery import VERSION_STRIDE, read_count, read_standing_copy
+from skerry.syncer.storage.recovery import VERSION_STRIDE
+from skerry.syncer.storage.restore import manifest_text, newest_complete, read_manifest, restore
 from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
-from skerry.syncer.storage.snapshots import newest_complete, restore
+from skerry.syncer.storage.standing_copy import read_count, read_standing_copy
 from skerry.syncer.storage.store import RunStore
 from skerry.syncer.storage.version_file import numbers_of
 
@@ -126,7 +127,8 @@ def paused(syncer: SyncerThread, act: Callable[[], Any]) -> None:
     def stand_still() -> None:
         nonlocal done
         half = list((folder / "fragments").glob(".*"))
-        if not half and newest_files() == versions(folder) and read_count(folder) in (0, len(tape_kinds(folder))):
+        noted = read_count(folder, generation(folder))
+        if not half and newest_files() == versions(folder) and noted in (0, len(tape_kinds(folder))):
             act()
             done = True
 
@@ -137,6 +139,10 @@ def paused(syncer: SyncerThread, act: Callable[[], Any]) -> None:
         return tried.wait(30) and done
 
     poll(try_it, "a quiet moment")
+
+
+def generation(folder: Path) -> str:
+    return db.ask(folder, lambda database: db.meta(database, "generation")) or ""
 
 
 def damage(path: Path, how: str, older: Path) -> bool:
@@ -186,7 +192,7 @@ def merge_once(store: RunStore) -> None:
     """The next version of every fragment."""
     states, progress, standing = store.load()
     for fragment, (state, found) in enumerate(zip(states, progress, strict=True)):
-        order = Merge(fragment, found.version + 1, found.merged_step + 1, (), 0.5, 0.5, 1.0)
+        order = Merge(fragment, found.version + 1, found.merged_round + 1, (), 0.5, 0.5, 1.0)
         state.values.add_(1.0)
         store.commit([store.write(order, state)], standing, [])
 
@@ -314,7 +320,7 @@ def test_a_live_island_gives_back_the_version_that_the_disk_lost(tmp_path: Path,
     assert entry == {"fragment": lost, "lost": newest[lost], "version": newest[lost], "source": "a"}
     rescued = load_file(folder / "fragments" / f"{lost:04d}-{newest[lost]:08d}-rescued.safetensors")
     assert torch.equal(rescued["values"], island.learner._replica.held(lost)), "to the bit what the islands have"
-    assert path.exists()
+    assert [found.name for found in (folder / "aside").rglob("*.safetensors")] == [path.name], "the damaged file is kept"
     island.until(lambda: versions(folder)[lost] >= newest[lost] + 2, "more merges of it")
     island.learner.leave()
     syncer.stop()
@@ -350,10 +356,10 @@ def test_islands_that_remember_more_than_the_tape_train_on(tmp_path: Path, start
     assert (folder / "tape.sqlite-wal").stat().st_size > 0
     (folder / "tape.sqlite-wal").unlink()
     files = {path.name for path in (folder / "fragments").iterdir()}
+    RunStore(folder).close()
+    assert files <= {path.name for path in folder.rglob("*.safetensors")}, "opening a folder removes no file"
     syncer = start_syncer(folder, free_port)
     island.until(lambda: min(versions(folder)) >= VERSION_STRIDE + 3, "merges after the recovery")
-    left = {path.name for path in folder.rglob("*.safetensors")}
-    assert files <= left, "opening a folder removes no file"
     island.learner.leave()
     syncer.stop()
     assert island.learner.failure is None
@@ -433,8 +439,7 @@ def test_readers_work_on_read_only_media(templates: dict[str, Template], tmp_pat
 def test_restore_takes_the_newest_snapshot_that_has_every_island(templates: dict[str, Template], tmp_path: Path) -> None:
     folder = copy_of(templates["closed"].folder, tmp_path / "run")
     newer = copy_of(folder / "snapshots" / "000001", folder / "snapshots" / "000002")
-    manifest = (newer / "manifest.json").read_text()
-    (newer / "manifest.json").write_text(manifest.replace('"a": "kept"', '"a": "a is away"'))
+    (newer / "manifest.json").write_text(manifest_text({**read_manifest(newer), "islands": {"a": "a is away"}}))
     said: list[str] = []
     found = newest_complete(folder, said.append)
     assert found.name == "000001" and len(said) == 1 and "lacks the inner state of a" in said[0]

@@ -21,7 +21,8 @@ from skerry.clock import VirtualClock
 from skerry.config import BeginConfig, SyncConfig
 from skerry.core import messages as m
 from skerry.core.exchange import Exchange, Give, GiveNothing, Mark, Question, Version
-from skerry.core.standing import Counted, FragmentProgress, Standing
+from skerry.core.standing import Standing
+from skerry.core.state import Counted, FragmentProgress
 from skerry.core.syncer import SyncerCore
 
 
@@ -143,7 +144,7 @@ def test_a_newer_question_replaces_an_open_one() -> None:
     exchange.asked(question(8, min_base=3))
     exchange.asked(question(16))
     steps(exchange, 1)
-    assert give(exchange).question.step == 16
+    assert give(exchange).question.round == 16
 
 
 def test_an_answer_that_did_not_get_through_is_wanted_until_its_round_is_over() -> None:
@@ -625,22 +626,22 @@ class Sea:
             self._perform(action)
 
     def _handle(self, event: m.Event) -> list[m.Action]:
-        actions = self.core.handle(event, self.clock.now())
+        actions = self.core.handle(event, self.clock.now()).actions
         if any(isinstance(action, m.StopTraining) for action in actions):
             self._durable = self._what_is_durable()  # that the run closes is written down before anybody hears of it
         return actions
 
     def _perform(self, action: m.Action) -> None:
         if isinstance(action, m.Goodbye):
-            self._tell(action.name, action)
-            self.streams.pop(action.name, None)
+            self._tell(action.learner, action)
+            self.streams.pop(action.learner, None)
         elif isinstance(action, (m.Welcome, m.Begin, m.Ask, m.StopTraining)):
-            self._tell(action.name, action)
+            self._tell(action.learner, action)
         elif isinstance(action, m.Announce):
-            for name, counted in zip(action.names, action.counted, strict=True):
-                self._tell(name, Version(action.fragment, action.version, action.step, counted))
+            for name, counted in zip(action.learners, action.counted, strict=True):
+                self._tell(name, Version(action.fragment, action.version, action.round, counted))
         elif isinstance(action, m.Merge):
-            units = [(share.name, self._offers[action.fragment, share.name]) for share in action.shares]
+            units = [(share.learner, self._offers[action.fragment, share.learner]) for share in action.shares]
             life = self._life
             self.after(self._delay(self.message_s), lambda: self._store(action, units, life))
         elif isinstance(action, m.WakeAt):
@@ -649,7 +650,7 @@ class Sea:
             # A timer fires a little late.
             late = max(0.0, action.at - self.clock.now()) + 1e-6
             self.after(late, lambda: self.dispatch(m.Tick()) if (wake, life) == (self._wake, self._life) else None)
-        elif isinstance(action, m.Ended):
+        elif isinstance(action, m.RunEnded):
             self.ended = True
 
     def _tell(self, name: str, message: Any) -> None:
@@ -675,11 +676,11 @@ class Sea:
                 self.merged[name, session, order.fragment, step] += 1
 
     def _what_is_durable(self, order: m.Merge | None = None) -> tuple[Standing, list[FragmentProgress]]:
-        stored = [FragmentProgress(f.version, f.merged_step, dict(f.counted)) for f in self.core.fragments]
+        stored = [FragmentProgress(f.version, f.merged_round, dict(f.counted)) for f in self.core.fragments]
         if order is not None:
             one = stored[order.fragment]
-            one.version, one.merged_step = order.version, order.step
-            one.counted.update({share.name: Counted(order.version, share.upto) for share in order.shares})
+            one.version, one.merged_round = order.version, order.round
+            one.counted.update({share.learner: Counted(order.version, share.at_step) for share in order.shares})
         return self.core.standing(), stored
 
     def crash(self, away_s: float = 0.5) -> None:
@@ -705,7 +706,7 @@ class Sea:
         island.stream, island.welcome = next(self._numbers), False
         stream = island.stream
         exchange = island.exchange
-        joined = m.Joined(island.name, str(island.session), exchange.step, exchange.totals.tokens, exchange.versions)
+        joined = m.Hello(island.name, str(island.session), exchange.step, exchange.totals.tokens, exchange.versions)
 
         def accept() -> None:
             if island.stream != stream:
@@ -730,7 +731,7 @@ class Sea:
         def noticed() -> None:
             if self.streams.get(name) == stream:
                 del self.streams[name]
-                self.dispatch(m.Disconnected(name, str(island.session)))
+                self.dispatch(m.StreamEnded(name, str(island.session)))
 
         self.after(self._delay(self.message_s), noticed)
 
@@ -757,16 +758,16 @@ class Sea:
             if not message.resumed and exchange.versions:
                 exchange.start_over()
             island.ready_sent = message.resumed
-            exchange.welcomed(message.versions, message.merged_steps, message.counted, message.step)
+            exchange.welcomed(message.versions, message.merged_rounds, message.counted, message.step)
             if island.leaving:
-                self._send(island, m.Leaving(island.name))
+                self._send(island, m.LeaveRequested(island.name))
         elif isinstance(message, m.Begin):
             exchange.begin(message.step)
             if exchange.phase == "training" and not island.looping:
                 island.looping = True
                 self._next_step(island)
         elif isinstance(message, m.Ask):
-            exchange.asked(Question(message.fragment, message.step, message.min_base))
+            exchange.asked(Question(message.fragment, message.round, message.min_base))
         elif isinstance(message, Version):
             exchange.announced(message)
         elif isinstance(message, m.StopTraining):
@@ -788,7 +789,7 @@ class Sea:
         island.looping = island.blocked = False
         if not island.leaving:
             island.leaving = True
-            self._send(island, m.Leaving(name))
+            self._send(island, m.LeaveRequested(name))
         self._pump(island)
 
     def _send(self, island: Island, event: m.Event) -> None:
@@ -819,7 +820,7 @@ class Sea:
         exchange = island.exchange
         for new in exchange.adoptable():
             exchange.adopted(new)
-            self.adoptions[island.name].append((new.fragment, new.version, new.step, exchange.step))
+            self.adoptions[island.name].append((new.fragment, new.version, new.round, exchange.step))
 
     def _pump(self, island: Island) -> None:
         """Everything that can be done now; between steps only where the training thread would be idle."""
@@ -841,7 +842,7 @@ class Sea:
                 exchange.given(answer)
                 self._upload(island, answer)
             else:
-                self._send(island, m.NothingToGive(island.name, answer.question.fragment, answer.question.step))
+                self._send(island, m.NothingToGive(island.name, answer.question.fragment, answer.question.round))
 
     def _fetch(self, island: Island, wanted: Version) -> None:
         stream = island.stream
@@ -867,7 +868,7 @@ class Sea:
         stream, asked = island.stream, answer.question
         units = (island.session, answer.at.steps - answer.steps, answer.at.steps)
         offer = m.Contributed(
-            island.name, asked.fragment, asked.step, answer.base, answer.steps, answer.tokens, answer.at.steps
+            island.name, asked.fragment, asked.round, answer.base, answer.steps, answer.tokens, answer.at.steps
         )
 
         def arrived() -> None:

@@ -28,16 +28,16 @@ from skerry.checksum import checksum
 from skerry.config import SyncConfig
 from skerry.errors import WireError
 from skerry.learner import replica
+from skerry.learner.contribute import Contributor
 from skerry.learner.pinned import PinnedMemory
 from skerry.learner.replica import Snapshot
-from skerry.learner.transfers import Transfers
 from skerry.learner.transport import routes as routes_module
-from skerry.learner.transport import sidecar as ferries
+from skerry.learner.transport import sidecar as sidecars
 from skerry.learner.transport.meter import Meter
 from skerry.learner.transport.routes import Routes
-from skerry.learner.transport.sidecar import Ferry, Gone, Place
+from skerry.learner.transport.sidecar import Endpoint, Gone, Sidecar
 from skerry.learner.transport.stream import MOST_CHUNKS, Download, NotAsWanted, TooLarge
-from skerry.learner.transport.striped import Lanes
+from skerry.learner.transport.striped import StripedStreams
 from skerry.syncer.storage.run_folder import read_model
 from skerry.tensors.codecs.codec import raw_bytes
 from skerry.wire import skerry_pb2 as pb
@@ -56,11 +56,11 @@ def as_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "SETS_ASIDE", ("cuda", "cpu"))
 
 
-def ferry_of(island: Training) -> Ferry:
-    ferry = island.learner._link.ferry
-    assert ferry is not None
-    poll(lambda: ferry.running, "the other process")
-    return ferry
+def sidecar_of(island: Training) -> Sidecar:
+    sidecar = island.learner._connection._sidecar
+    assert sidecar is not None
+    poll(lambda: sidecar.running, "the other process")
+    return sidecar
 
 
 def has_merged(folder: Path, more: int = 3) -> None:
@@ -77,19 +77,19 @@ def test_what_it_carries_arrives_and_it_ends_with_the_island(
     for number in range(shards):
         start_shard(syncer, number)
     island = Training(syncer.address)
-    ferry = ferry_of(island)
+    sidecar = sidecar_of(island)
     has_merged(folder)
-    poll(lambda: min(ferry._counted) > 8 << 20, "bytes both ways through the other process")
-    before = ferry._counted
+    poll(lambda: min(sidecar._counted) > 8 << 20, "bytes both ways through the other process")
+    before = sidecar._counted
     has_merged(folder)
-    poll(lambda: ferry._counted[0] > before[0] and ferry._counted[1] > before[1], "more of them")
-    link = island.learner._link
-    assert link.sent.by_kind["contributions"] >= ferry._counted[0] and link.sent.bytes_per_s > 0
-    assert ferry._process is not None
-    process = psutil.Process(ferry._process.pid)
+    poll(lambda: sidecar._counted[0] > before[0] and sidecar._counted[1] > before[1], "more of them")
+    connection = island.learner._connection
+    assert connection.sent.by_kind["contributions"] >= sidecar._counted[0] and connection.sent.bytes_per_s > 0
+    assert sidecar._process is not None
+    process = psutil.Process(sidecar._process.pid)
     island.stop()
     assert not process.is_running()
-    assert not ferry._waiting
+    assert not sidecar._waiting
     assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6 if sync is EXACT else 1e-2)
     assert not tape(folder, "unhealthy")
 
@@ -97,11 +97,11 @@ def test_what_it_carries_arrives_and_it_ends_with_the_island(
 def test_without_it_the_island_carries_everything_itself(tmp_path: Path, start_syncer: Callable) -> None:
     folder = skerry.create(tmp_path / "run", large_model(), EXACT)
     island = Training(start_syncer(folder).address)
-    ferry = ferry_of(island)
+    sidecar = sidecar_of(island)
     has_merged(folder, 2)
-    assert ferry._process is not None
-    os.kill(ferry._process.pid, signal.SIGKILL)
-    poll(lambda: not ferry.running, "its end to be noticed")
+    assert sidecar._process is not None
+    os.kill(sidecar._process.pid, signal.SIGKILL)
+    poll(lambda: not sidecar.running, "its end to be noticed")
     has_merged(folder)
     island.stop()
     assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
@@ -111,15 +111,15 @@ def test_without_it_the_island_carries_everything_itself(tmp_path: Path, start_s
 def test_one_that_hangs_is_given_up(
     tmp_path: Path, start_syncer: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ferries, "SILENT_LOOKS", 2)
+    monkeypatch.setattr(sidecars, "SILENT_LOOKS", 2)
     folder = skerry.create(tmp_path / "run", large_model(), EXACT)
     island = Training(start_syncer(folder).address)
-    ferry = ferry_of(island)
+    sidecar = sidecar_of(island)
     has_merged(folder, 2)
-    assert ferry._process is not None
-    os.kill(ferry._process.pid, signal.SIGSTOP)
+    assert sidecar._process is not None
+    os.kill(sidecar._process.pid, signal.SIGSTOP)
     has_merged(folder)
-    assert not ferry.running and "says nothing any more" in caplog.text and "has ended" in caplog.text
+    assert not sidecar.running and "it has gone silent" in caplog.text and "has exited" in caplog.text
     island.stop()
     assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
 
@@ -138,32 +138,32 @@ class Speechless:
         self.killed = True
 
 
-def silent_ferry(code: int | None = None) -> tuple[Ferry, Speechless]:
+def silent_sidecar(code: int | None = None) -> tuple[Sidecar, Speechless]:
     memories = [PinnedMemory(1 << 20, 1, CPU, [], shared=True) for _ in range(2)]
-    ferry, process = Ferry(memories[0], memories[1], Meter(), Meter()), Speechless(code)
-    ferry.running, ferry._process = True, process  # type: ignore[assignment]
-    return ferry, process
+    sidecar, process = Sidecar(memories[0], memories[1], Meter(), Meter()), Speechless(code)
+    sidecar.running, sidecar._process = True, process  # type: ignore[assignment]
+    return sidecar, process
 
 
 @pytest.mark.parametrize("island_stood_still", [False, True])
 def test_it_is_given_up_for_its_own_silence_and_not_because_the_island_was_frozen(
     island_stood_still: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ferries, "LOOKS_APART_S", -1.0 if island_stood_still else 1e9)
+    monkeypatch.setattr(sidecars, "LOOKS_APART_S", -1.0 if island_stood_still else 1e9)
 
     async def scenario() -> None:
-        ferry, process = silent_ferry()
-        for _ in range(ferries.SILENT_LOOKS + 1):
+        sidecar, process = silent_sidecar()
+        for _ in range(sidecars.SILENT_LOOKS + 1):
             assert not process.killed
-            ferry.look_after()
+            sidecar.check_alive()
         assert process.killed is not island_stood_still
         if island_stood_still:
-            monkeypatch.setattr(ferries, "LOOKS_APART_S", 1e9)
-            for _ in range(ferries.SILENT_LOOKS):
-                ferry.look_after()
-                monkeypatch.setattr(ferries, "LOOKS_APART_S", -1.0)
-                ferry.look_after()  # a pause now and then does not save it
-                monkeypatch.setattr(ferries, "LOOKS_APART_S", 1e9)
+            monkeypatch.setattr(sidecars, "LOOKS_APART_S", 1e9)
+            for _ in range(sidecars.SILENT_LOOKS):
+                sidecar.check_alive()
+                monkeypatch.setattr(sidecars, "LOOKS_APART_S", -1.0)
+                sidecar.check_alive()  # a pause now and then does not save it
+                monkeypatch.setattr(sidecars, "LOOKS_APART_S", 1e9)
             assert process.killed
 
     asyncio.run(scenario())
@@ -171,11 +171,11 @@ def test_it_is_given_up_for_its_own_silence_and_not_because_the_island_was_froze
 
 def test_one_that_has_ended_is_noticed_though_a_forked_process_keeps_its_socket_open() -> None:
     async def scenario() -> None:
-        ferry, _ = silent_ferry(code=-9)
+        sidecar, _ = silent_sidecar(code=-9)
         waits = asyncio.get_running_loop().create_future()
-        ferry._waiting[0] = waits, None
-        ferry.look_after()
-        assert not ferry.running
+        sidecar._waiting[0] = waits, None
+        sidecar.check_alive()
+        assert not sidecar.running
         with pytest.raises(Gone):
             await waits
 
@@ -186,16 +186,16 @@ def test_a_defect_of_its_own_ends_it_and_signals_do_not(caplog: pytest.LogCaptur
     memories = [PinnedMemory(1 << 20, 1, CPU, [], shared=True) for _ in range(2)]
 
     async def scenario() -> None:
-        ferry = Ferry(memories[0], memories[1], Meter(), Meter())
-        await ferry.start("a", "session", 1, None)
-        assert ferry._process is not None
+        sidecar = Sidecar(memories[0], memories[1], Meter(), Meter())
+        await sidecar.start("a", "session", 1, None)
+        assert sidecar._process is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-            ferry._process.send_signal(number)
-        assert await ferry._tell(None, b"", "forget", 0) == b""
+            sidecar._process.send_signal(number)
+        assert await sidecar._tell(None, b"", "forget", 0) == b""
         with pytest.raises(Gone):
-            await ferry._tell(None, b"no message", "upload", 1, "127.0.0.1:1", 0, 10, False)
-        assert ferry._process.wait() == -signal.SIGKILL and not ferry.running
-        await ferry.close()
+            await sidecar._tell(None, b"no message", "upload", 1, "127.0.0.1:1", 0, 10, False)
+        assert sidecar._process.wait() == -signal.SIGKILL and not sidecar.running
+        await sidecar.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
     assert "DecodeError" in caplog.text
@@ -205,14 +205,14 @@ def test_where_only_it_gets_nothing_through_it_is_given_up(monkeypatch: pytest.M
     monkeypatch.setattr(routes_module, "DOUBT_S", 0.0)
     said: list[str] = []
 
-    class Fails(Ferry):
+    class Fails(Sidecar):
         def __init__(self) -> None:
             self.running, self.queue_s = True, 0.0
 
-        def carries(self, data: memoryview) -> bool:
+        def can_send(self, data: memoryview) -> bool:
             return self.running
 
-        async def upload(self, place: Place, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
+        async def upload(self, endpoint: Endpoint, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
             said.append("carried")
             raise WireError("no more files may be opened")
 
@@ -220,7 +220,7 @@ def test_where_only_it_gets_nothing_through_it_is_given_up(monkeypatch: pytest.M
             said.append("given up")
             self.running = False
 
-    class Works(Lanes):
+    class Works(StripedStreams):
         async def upload(self, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
             said.append("without it")
             if broken:
@@ -231,14 +231,14 @@ def test_where_only_it_gets_nothing_through_it_is_given_up(monkeypatch: pytest.M
 
     async def scenario() -> None:
         nonlocal broken
-        ferry, lanes = Fails(), Works([], "a", "session", Meter(), Meter())
-        routes = Routes(lanes, "127.0.0.1:1", 1, None, lambda stubs: lanes, lambda: ferry)
+        sidecar, lanes = Fails(), Works([], "a", "session", Meter(), Meter())
+        routes = Routes(lanes, "127.0.0.1:1", 1, None, lambda stubs: lanes, lambda: sidecar)
 
         async def send(times: int) -> list[str]:
             said.clear()
             for _ in range(times):
                 with contextlib.suppress(WireError):
-                    await routes.upload(pb.Upload(), memoryview(b"1"), False)
+                    await routes.to_send(0, memoryview(b"1")).upload(pb.Upload(), memoryview(b"1"), False)
             return said
 
         assert await send(4) == ["carried", "without it"] * 2  # nothing works: no reason to give it up
@@ -256,15 +256,13 @@ def test_a_snapshot_is_not_kept_while_what_was_made_of_it_is_sent() -> None:
         kept.append(reference())
 
     kept: list[Snapshot | None] = []
-    link: Any = types.SimpleNamespace(
-        replica=types.SimpleNamespace(quick=False),
-        exchange=types.SimpleNamespace(has_questions=lambda: False),
-        off_loop=at_once,
+    session: Any = types.SimpleNamespace(
+        replica=types.SimpleNamespace(quick=False), exchange=types.SimpleNamespace(has_questions=lambda: False)
     )
-    transfers: Any = Transfers(link)
-    transfers._encode, transfers._upload = lambda give, snapshot: "encoded", upload
+    contributor: Any = Contributor(session, types.SimpleNamespace(in_thread=at_once), None)  # type: ignore[arg-type]
+    contributor._encode, contributor._upload = lambda give, snapshot: "encoded", upload
     snapshot = Snapshot(0, 1, None, lambda: torch.empty(0))
-    reference, giving = weakref.ref(snapshot), transfers._give(None, snapshot)
+    reference, giving = weakref.ref(snapshot), contributor._encode_and_upload(None, snapshot)
     del snapshot
     asyncio.run(giving)
     assert kept == [None]
@@ -279,7 +277,7 @@ def test_where_it_cannot_be_started_that_is_said(
     executable: str | None,
 ) -> None:
     folder = skerry.create(tmp_path / "run", large_model(), EXACT)
-    monkeypatch.setattr(ferries.sys, "executable", executable and str(tmp_path / executable))
+    monkeypatch.setattr(sidecars.sys, "executable", executable and str(tmp_path / executable))
     island = Training(start_syncer(folder).address)
     has_merged(folder)
     island.stop()
@@ -297,7 +295,7 @@ def test_where_memory_cannot_be_shared_there_is_none(
     folder = skerry.create(tmp_path / "run", large_model(), EXACT)
     island = Training(start_syncer(folder).address)
     has_merged(folder)
-    assert island.learner._link.ferry is None
+    assert island.learner._connection._sidecar is None
     island.stop()
     assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
 
@@ -314,10 +312,10 @@ def proxied(tmp_path: Path, start_syncer: Callable) -> Iterator[tuple[Path, Link
 def test_a_link_that_breaks_in_the_middle_spoils_nothing(proxied: tuple[Path, LinkProxy]) -> None:
     folder, proxy = proxied
     island = Training(proxy.address("a"))
-    ferry, link = ferry_of(island), island.learner._link
+    sidecar, connection = sidecar_of(island), island.learner._connection
     slow = Condition(bytes_per_s=40e6)
     proxy.set("a", LinkState(up=slow, down=slow))
-    for way in (link.sent, link.received, link.sent, link.received):
+    for way in (connection.sent, connection.received, connection.sent, connection.received):
         before = way.total_bytes
         poll(lambda way=way, before=before: way.total_bytes - before > 5 << 20, "something to be under way")
         proxy.set("a", LinkState(cut=True))
@@ -325,7 +323,7 @@ def test_a_link_that_breaks_in_the_middle_spoils_nothing(proxied: tuple[Path, Li
         has_merged(folder, 1)
     proxy.set("a", LinkState())
     has_merged(folder)
-    assert ferry.running
+    assert sidecar.running
     island.stop()
     assert_same(read_model(folder), dict(island.model.named_parameters()), tolerance=1e-6)
     assert not tape(folder, "unhealthy")
@@ -338,10 +336,10 @@ from skerry.learner import replica
 replica.SETS_ASIDE = ("cpu",)
 from test_lanes import Training
 island = Training(sys.argv[1])
-ferry = island.learner._link.ferry
-while not ferry.running:
+sidecar = island.learner._connection._sidecar
+while not sidecar.running:
     threading.Event().wait(0.01)
-print(ferry._process.pid, flush=True)
+print(sidecar._process.pid, flush=True)
 threading.Event().wait()
 """
 
@@ -371,9 +369,9 @@ model = large_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 learner = skerry.join(sys.argv[1], model, optimizer)
 atexit.register(learner.leave)
-while not learner._link.ferry.running:
+while not learner._connection._sidecar.running:
     threading.Event().wait(0.01)
-print(learner._link.ferry._process.pid, flush=True)
+print(learner._connection._sidecar._process.pid, flush=True)
 for _ in range(4):
     model(torch.randn(2, 1024)).square().mean().backward()
     optimizer.step()
@@ -412,24 +410,25 @@ def test_memory_is_not_used_again_before_the_other_process_is_done_with_it() -> 
         return raw_bytes(incoming.take(1 << 20, torch.uint8))
 
     async def scenario() -> None:
-        ferry = Ferry(outgoing, incoming, Meter(), Meter())
-        await ferry.start("a", "session", 1, None)
+        sidecar = Sidecar(outgoing, incoming, Meter(), Meter())
+        await sidecar.start("a", "session", 1, None)
         with Silent() as there:
             download = Download(pb.Fetch(fragment=0, version=1, have=0), lambda _: None, room())
-            assert download.room is not None and ferry.takes(download.room) and not ferry.takes(room()), "there is one piece"
-            place = Place(7, there.address)
-            fetching = asyncio.ensure_future(ferry.fetch(place, download, download.room))
+            assert download.room is not None and sidecar.can_receive(download.room)
+            assert not sidecar.can_receive(room()), "there is one piece"
+            endpoint = Endpoint(7, there.address)
+            fetching = asyncio.ensure_future(sidecar.fetch(endpoint, download, download.room))
             await asyncio.sleep(0.1)
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
             del download, fetching  # which remembers where it was interrupted
-            assert not ferry.takes(room()), "whoever wanted it has given up, but it may still be written to"
-            ferry.disconnect(7)
-            while not ferry.takes(room()):
+            assert not sidecar.can_receive(room()), "whoever wanted it has given up, but it may still be written to"
+            sidecar.disconnect(7)
+            while not sidecar.can_receive(room()):
                 await asyncio.sleep(0.01)
-        await ferry.close()
+        await sidecar.close()
         with pytest.raises(Gone):
-            await ferry.upload(Place(7, there.address), pb.Upload(), raw_bytes(outgoing.take(10, torch.uint8)), False)
+            await sidecar.upload(Endpoint(7, there.address), pb.Upload(), raw_bytes(outgoing.take(10, torch.uint8)), False)
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
@@ -472,18 +471,18 @@ def test_what_has_come_is_not_asked_for_again() -> None:
         add_bulk_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        ferry = Ferry(outgoing, incoming, Meter(), Meter())
-        await ferry.start("a", "session", 1, None)
-        place = Place(1, f"127.0.0.1:{port}")
+        sidecar = Sidecar(outgoing, incoming, Meter(), Meter())
+        await sidecar.start("a", "session", 1, None)
+        endpoint = Endpoint(1, f"127.0.0.1:{port}")
         room = raw_bytes(incoming.take(10 << 20, torch.uint8))
         download = Download(pb.Fetch(fragment=0, version=1, have=0), lambda _: None, room)
         with pytest.raises(WireError):
-            await ferry.fetch(place, download, room)
-        await ferry.fetch(place, download, room)
+            await sidecar.fetch(endpoint, download, room)
+        await sidecar.fetch(endpoint, download, room)
         again = [first for stream, first in service.asked_for if stream > 1]
         assert again and min(again) == MOST_CHUNKS, "the first run had come"
         assert bytes(download.finish()[1]) == data
-        await ferry.close()
+        await sidecar.close()
         await server.stop(None)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
@@ -493,29 +492,29 @@ def test_whatever_goes_wrong_there_is_said(tmp_path: Path) -> None:
     memories = [PinnedMemory(1 << 20, 1, CPU, [], shared=True) for _ in range(2)]
 
     async def scenario() -> None:
-        ferry = Ferry(memories[0], memories[1], Meter(), Meter())
-        await ferry.start("a", "session", 1, TLS(ca=str(tmp_path / "nothing")))
+        sidecar = Sidecar(memories[0], memories[1], Meter(), Meter())
+        await sidecar.start("a", "session", 1, TLS(ca=str(tmp_path / "nothing")))
         data = raw_bytes(memories[0].take(10, torch.uint8))
         with pytest.raises(WireError, match="nothing"):
-            await ferry.upload(Place(1, "127.0.0.1:1"), pb.Upload(), data, False)
-        ferry.disconnect(2)
+            await sidecar.upload(Endpoint(1, "127.0.0.1:1"), pb.Upload(), data, False)
+        sidecar.disconnect(2)
         for ended in (1, 2):
             with pytest.raises(WireError, match="closed"):
-                await ferry.upload(Place(ended, "127.0.0.1:1"), pb.Upload(), data, False)
-        await ferry.close()
+                await sidecar.upload(Endpoint(ended, "127.0.0.1:1"), pb.Upload(), data, False)
+        await sidecar.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_connections_that_have_ended_are_not_used_again() -> None:
     async def scenario() -> None:
-        lanes = Lanes([], "a", "session", Meter(), Meter())
+        lanes = StripedStreams([], "a", "session", Meter(), Meter())
         routes = Routes(lanes, "127.0.0.1:1", 1, None, lambda stubs: lanes)
         await routes.close()
         with pytest.raises(WireError, match="closed"):
-            await routes.upload(pb.Upload(), memoryview(b"1"), False)
+            await routes.to_send(0, memoryview(b"1")).upload(pb.Upload(), memoryview(b"1"), False)
         with pytest.raises(WireError, match="closed"):
-            await routes.fetch(Download(pb.Fetch(), lambda _: None))
+            await routes.to_fetch(0, None).fetch(Download(pb.Fetch(), lambda _: None))
 
     asyncio.run(scenario())
 
@@ -541,21 +540,21 @@ def test_what_is_forgotten_is_not_written_to_any_more() -> None:
 
 
 def test_what_does_not_fit_is_fetched_by_the_island_itself() -> None:
-    class Fake(Ferry):
+    class Fake(Sidecar):
         def __init__(self) -> None:
             self.running, self.queue_s = True, 0.0
             self.forgotten: list[memoryview] = []
 
-        def takes(self, room: memoryview) -> bool:
+        def can_receive(self, room: memoryview) -> bool:
             return True
 
-        async def fetch(self, place: Place, download: Download, room: memoryview) -> None:
+        async def fetch(self, endpoint: Endpoint, download: Download, room: memoryview) -> None:
             raise TooLarge("a whole version")
 
         def forget(self, room: memoryview) -> None:
             self.forgotten.append(room)
 
-    class Recording(Lanes):
+    class Recording(StripedStreams):
         async def fetch(self, download: Download) -> None:
             fetched.append(download)
 
@@ -563,11 +562,11 @@ def test_what_does_not_fit_is_fetched_by_the_island_itself() -> None:
     room = memoryview(bytearray(4))
 
     async def scenario() -> None:
-        ferry, lanes = Fake(), Recording([], "a", "session", Meter(), Meter())
-        routes = Routes(lanes, "127.0.0.1:1", 1, None, lambda stubs: lanes, lambda: ferry)
+        sidecar, lanes = Fake(), Recording([], "a", "session", Meter(), Meter())
+        routes = Routes(lanes, "127.0.0.1:1", 1, None, lambda stubs: lanes, lambda: sidecar)
         download = Download(pb.Fetch(fragment=0, version=1, have=0), lambda _: None, room)
-        await routes.fetch(download)
-        assert fetched == [download] and download.room is None and ferry.forgotten == [room]
+        await routes.to_fetch(0, download.room).fetch(download)
+        assert fetched == [download] and download.room is None and sidecar.forgotten == [room]
 
     asyncio.run(scenario())
     with pytest.raises(TooLarge):

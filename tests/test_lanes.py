@@ -21,8 +21,8 @@ from skerry.config import SyncConfig
 from skerry.errors import WireError
 from skerry.learner.transport.meter import Meter
 from skerry.learner.transport.stream import Download
-from skerry.learner.transport.striped import Lanes, _checked, _longest_s
-from skerry.syncer.rpc.fragments import Bulk
+from skerry.learner.transport.striped import StripedStreams, _checked, _longest_s
+from skerry.syncer.rpc.uploads import Contributions
 from skerry.syncer.storage.run_folder import read_model
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.channel import open_channel
@@ -98,7 +98,7 @@ def test_a_large_fragment_uses_the_connections_there_are(folder: Path, start_syn
 def test_what_breaks_in_the_middle_is_finished_and_not_begun_again(folder: Path, proxied: tuple[LinkProxy, str]) -> None:
     proxy, address = proxied
     island = Training(address)
-    link = island.learner._link
+    link = island.learner._connection
     slow = Condition(bytes_per_s=40e6)
     proxy.set("a", LinkState(up=slow, down=slow))
     for way in (link.sent, link.received, link.sent, link.received):
@@ -150,7 +150,7 @@ def test_what_a_learner_tells_with_a_contribution_is_written_down_whichever_part
 
     asyncio.run(scenario())
     syncer.stop()
-    assert [(entry["learner"], entry["upto"]) for entry in tape(folder, "journal")] == [("raw", 1)]
+    assert [(entry["learner"], entry["upto"]) for entry in tape(folder, "journaled")] == [("raw", 1)]
 
 
 def test_a_syncer_says_what_is_missing_and_takes_the_rest_on_any_lane(tmp_path: Path, start_syncer) -> None:
@@ -208,14 +208,14 @@ def test_a_contribution_that_could_not_be_taken_is_answered_and_taken_when_it_co
     """There was no memory for it, for instance. Without an answer its learner would wait for one."""
     model = nn.Linear(8, 8, bias=False)
     folder = skerry.create(tmp_path / "run", model, SyncConfig(fragments=1, every=1, overlap=0, outer_lr=1.0))
-    real, troubles = Bulk._decode, iter(["no memory"])
+    real, troubles = Contributions._decode, iter(["no memory"])
 
     def decode(*arguments: object) -> object:
         if (trouble := next(troubles, None)) is not None:
             raise RuntimeError(trouble)
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Bulk, "_decode", decode)
+    monkeypatch.setattr(Contributions, "_decode", decode)
     syncer = start_syncer(folder)
 
     async def scenario() -> None:
@@ -259,7 +259,7 @@ def test_what_waits_for_a_connection_ends_with_the_lanes() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nothing is ever said
             async with open_channel(f"127.0.0.1:{silent.getsockname()[1]}", None) as channel:
-                lanes = Lanes([SyncerStub(channel)], "a", "session", Meter(), Meter())
+                lanes = StripedStreams([SyncerStub(channel)], "a", "session", Meter(), Meter())
                 fetching = asyncio.ensure_future(lanes.fetch(Download(pb.Fetch(fragment=0, version=1), lambda _: None)))
                 while lanes._lanes[0]._call is None:
                     await asyncio.sleep(0)
@@ -272,7 +272,7 @@ def test_what_waits_for_a_connection_ends_with_the_lanes() -> None:
 
 def test_what_is_being_sent_is_not_sent_beside_itself_and_ends_with_the_lanes() -> None:
     async def scenario() -> None:
-        lanes = Lanes([], "a", "session", Meter(), Meter())
+        lanes = StripedStreams([], "a", "session", Meter(), Meter())
         header = pb.Upload(fragment=1, step=2)
 
         async def nothing(answered: object) -> None:

@@ -41,9 +41,10 @@ from skerry.admin import close_run
 from skerry.config import SyncConfig
 from skerry.core.exchange import Question
 from skerry.errors import ConfigError, JoinRefused, WireError
-from skerry.learner import link as links
+from skerry.learner import connection as connections
+from skerry.learner.background import DaemonWorkers
 from skerry.learner.replica import Replica
-from skerry.learner.workers import DaemonWorkers
+from skerry.learner.seams import Seams
 from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
 from skerry.syncer.storage.store import RunStore
 from skerry.tensors.fragments import split
@@ -155,7 +156,7 @@ def test_what_was_set_aside_in_lock_step_is_given_up_with_the_merge_that_has_it(
     held: list[int] = []
     for batch in batches(0, 12):
         train(model, optimizers, [batch])
-        held.append(len(learner._link.staged))
+        held.append(len(learner._session.staged))
     learner.leave(timeout_s=30)
     assert held == [0] * 12
 
@@ -189,7 +190,7 @@ def test_decoupled_islands_learn_together_with(folder: Path, start_syncer, make:
     trained = small_model()
     trained.load_state_dict(read_model(folder))
     assert loss_of(trained, test) < 0.8 * loss_of(small_model(), test)
-    names = {share["name"] for merged in tape(folder, "merged") for share in merged["shares"]}
+    names = {share["learner"] for merged in tape(folder, "merged") for share in merged["shares"]}
     assert names == {"island-0", "island-1"}
 
 
@@ -788,7 +789,7 @@ def test_counted_tokens_are_the_weights_of_a_merge(folder: Path, start_syncer) -
 
     together(lambda: island(0, 10, []), lambda: island(1, 1, [5, 7, 9, 11]), lambda: island(2, 10, [100]))
     shares = {
-        share["name"]: (share["steps"], share["tokens"], share["weight"]) for share in tape(folder, "merged")[0]["shares"]
+        share["learner"]: (share["steps"], share["tokens"], share["weight"]) for share in tape(folder, "merged")[0]["shares"]
     }
     # The weight is tokens × tokens per step.
     assert shares == {
@@ -1188,7 +1189,7 @@ def test_leaving_comes_before_the_optimizers_state_is_kept(folder: Path, start_s
     real, heard = learner._courier.keep_now, []
 
     def keep_now() -> None:
-        heard.append(learner._link.goodbye)
+        heard.append(learner._session.goodbye)
         real()
 
     monkeypatch.setattr(learner._courier, "keep_now", keep_now)
@@ -1204,8 +1205,9 @@ def test_tensors_nobody_trains_are_put_in_place_once(folder: Path, start_syncer,
     with join(start_syncer(folder).address, model, sgd(model)) as learner:
         loaded: list[object] = []
         monkeypatch.setattr(learner._replica, "load_fixed", loaded.append)
-        link = learner._link
-        asyncio.run_coroutine_threadsafe(link._transfers.fetch_fixed(DECOUPLED.fragments), link._loop).result(30)
+        connection = learner._connection
+        fetching = connection.transfers.fetcher.fetch_fixed(DECOUPLED.fragments)
+        asyncio.run_coroutine_threadsafe(fetching, connection.background.loop).result(30)
         assert not loaded
 
 
@@ -1217,14 +1219,14 @@ def test_certificates_that_cannot_be_read_for_a_moment_do_not_end_an_island(
     model = small_model()
     optimizer = sgd(model)
     learner = join(syncer.address, model, optimizer)
-    real, failures = links.open_channel, iter(range(3))
+    real, failures = connections.open_channel, iter(range(3))
 
     def open_channel(*arguments: Any) -> Any:
         if next(failures, None) is not None:
             raise ConfigError("TLS cert file island.pem cannot be read: Permission denied")
         return real(*arguments)
 
-    monkeypatch.setattr(links, "open_channel", open_channel)
+    monkeypatch.setattr(connections, "open_channel", open_channel)
     syncer.stop()
     start_syncer(folder, syncer.port)
     merged = min(versions(folder))
@@ -1240,8 +1242,8 @@ def test_an_island_whose_link_is_too_thin_for_the_run_says_so(
     model = small_model()
     with join(start_syncer(folder).address, model, sgd(model)) as learner:
         for _ in range(12):
-            learner._link._transfers._came_too_late(1)
-    assert caplog.text.count("versions of fragment 1 are replaced before they have come, 5 times in a row") == 1
+            learner._connection.transfers.fetcher._came_too_late(1)
+    assert caplog.text.count("versions of fragment 1 are replaced before they arrive, 5 times in a row") == 1
 
 
 def test_nothing_is_read_while_weights_are_held(folder: Path, start_syncer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1249,7 +1251,7 @@ def test_nothing_is_read_while_weights_are_held(folder: Path, start_syncer, monk
     model = small_model()
     optimizer = sgd(model)
     learner = join(start_syncer(folder).address, model, optimizer)
-    link, real, read = learner._link, learner._replica.snapshot, []
+    connection, real, read = learner._connection, learner._replica.snapshot, []
 
     def snapshot(fragment: int, at_step: int) -> Any:
         taken = real(fragment, at_step)
@@ -1257,9 +1259,9 @@ def test_nothing_is_read_while_weights_are_held(folder: Path, start_syncer, monk
         return taken
 
     def asked() -> None:
-        with link.changed:
+        with learner._session.lock:
             learner._exchange.asked(Question(0, 1000, 0), False)
-        link.pump()
+        connection.transfers.pump()
 
     train(model, optimizer, batches(0, 1))
     monkeypatch.setattr(learner._replica, "snapshot", snapshot)
@@ -1267,8 +1269,8 @@ def test_nothing_is_read_while_weights_are_held(folder: Path, start_syncer, monk
         lent = [parameter.clone() for parameter in model.parameters()]
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-        link._call(asked)
-        poll(lambda: link._transfers._answering, "somebody to want a snapshot")
+        connection.background.call(asked)
+        poll(lambda: connection.transfers.contributor._answering, "somebody to want a snapshot")
         assert not read
         for parameter, values in zip(model.parameters(), lent, strict=True):
             parameter.copy_(values)
@@ -1386,13 +1388,14 @@ def test_an_island_that_leaves_has_told_of_its_last_step(folder: Path, start_syn
     learner = join(syncer.address, model, optimizer, "a", tokens_per_step=4)
     train_until(lambda: learner.step >= 3, model, optimizer, 0)
     sent: list[str] = []
-    send = learner._link.send
+    transfers = learner._connection.transfers
+    send = transfers.send
 
     def watch(message: object) -> None:
         sent.append(message.WhichOneof("message"))  # type: ignore[attr-defined]
         send(message)
 
-    learner._link.send = watch  # type: ignore[method-assign]
+    transfers.connected(watch)
     learner.leave(timeout_s=30)
     assert sent[: sent.index("leaving")].count("report") >= 1
     syncer.stop()
@@ -1410,7 +1413,7 @@ def test_an_island_whose_clock_is_put_back_is_not_silent_until_it_has_caught_up(
     model = small_model()
     optimizer = adamw(model)
     address = start_syncer(skerry.create(folder, model, SyncConfig(fragments=2, every=4))).address
-    learner = join(address, model, optimizer, clock=clock)
+    learner = join(address, model, optimizer, seams=Seams(clock=clock))
     train_until(lambda: len(tape(folder, "merged")) >= 4, model, optimizer)
     clock.by = 10_000.0
     before = len(tape(folder, "merged"))

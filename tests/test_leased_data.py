@@ -100,7 +100,7 @@ def test_an_island_trains_on_through_an_outage_longer_than_its_leases(tmp_path: 
     island = Island(syncer.address, "a")
     island.train(until=lambda: len(island.seen) >= 8)
     syncer.stop()
-    book = island.learner._link.leases
+    book = island.learner._session.leases
     island.train(until=lambda: book.repeats > 40)
     assert book.used <= book.given
     syncer = start_syncer(folder, free_port)
@@ -118,7 +118,7 @@ def test_read_ahead_of_a_loader_with_workers_is_not_taken_for_trained(tmp_path: 
     island = Island(syncer.address, "a")
     batches = island.learner.sampler(SIZE, batch=STEP_TOKENS)
     loader = iter(DataLoader(Items(), batch_sampler=batches, num_workers=1, prefetch_factor=4))
-    book = island.learner._link.leases
+    book = island.learner._session.leases
     for _ in range(3):
         items, *batch = next(loader)
         loss_of(island.model, batch).backward()
@@ -169,8 +169,8 @@ def test_a_sampler_ends_when_the_run_closes_even_if_it_waits(tmp_path: Path, sta
     syncer = start_syncer(make_run(tmp_path, start_with=1))
     island = Island(syncer.address, "a")
     batches = island.learner.sampler(SIZE, batch=STEP_TOKENS)
-    with island.learner._link.changed:
-        island.learner._link.leases.void(0)
+    with island.learner._session.lock:
+        island.learner._session.leases.void(0)
     stopper = threading.Timer(0.1, island.learner.stop)
     stopper.start()
     assert len(list(batches)) >= 0
@@ -185,11 +185,12 @@ def test_an_island_whose_leases_ran_out_of_time_starts_over(tmp_path: Path, star
     island.train(until=lambda: len(island.seen) >= 8)
     syncer.stop()
     island.train(until=lambda: len(island.seen) >= 80)
-    link = island.learner._link
-    address, link.address = link.address, "127.0.0.1:1"  # it does not find the way to the syncer that is started again
+    connection = island.learner._connection
+    # It does not find the way to the syncer that is started again.
+    address, connection.address = connection.address, "127.0.0.1:1"
     syncer = start_syncer(folder, free_port)
     poll(lambda: tape(folder, "returned"), "its leases to run out")
-    link.address = address
+    connection.address = address
     poll(lambda: island.learner.connected, "it to come back")
     before = len(island.seen)
     island.train(until=lambda: len(island.seen) >= before + 40)

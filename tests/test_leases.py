@@ -12,25 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skerry.config import SyncConfig
-from skerry.core.leases.cursor import LeaseBook
+from skerry.core import records
+from skerry.core.leases.cursor import LeaseCursor
 from skerry.core.leases.ranges import Leases, Need, Pool, Range
 from skerry.core.messages import (
     Contributed,
-    Declared,
-    Disconnected,
-    Joined,
+    DataDeclared,
+    Hello,
     Lease,
-    Leaving,
+    LeaveRequested,
     Merge,
     NoLease,
     NothingToGive,
     Ready,
-    Record,
     Reported,
     Stored,
+    StreamEnded,
     Tick,
     Welcome,
 )
+from skerry.core.schema import TapeRecord
+from skerry.core.share import Share
 from skerry.core.syncer import SyncerCore
 from skerry.data.shuffle import Shuffle
 from skerry.observe.ledger import Auditor
@@ -173,7 +175,7 @@ def test_whatever_happens_a_number_has_one_holder(seed: int) -> None:
 
 
 def test_what_was_taken_counts_as_used_when_its_step_is_done() -> None:
-    book = LeaseBook(3)
+    book = LeaseCursor(3)
     book.granted(0, Range("", 10, 7))
     assert book.take() == [Range("", 10, 3)] and book.take() == [Range("", 13, 3)]
     assert (book.taken, book.used, book.held) == (6, 0, 1)
@@ -183,7 +185,7 @@ def test_what_was_taken_counts_as_used_when_its_step_is_done() -> None:
 
 
 def test_ranges_that_come_again_or_too_early_are_passed_over() -> None:
-    book = LeaseBook()
+    book = LeaseCursor()
     book.granted(0, Range("", 0, 5))
     book.granted(0, Range("", 0, 5))
     book.granted(9, Range("", 9, 5))
@@ -191,7 +193,7 @@ def test_ranges_that_come_again_or_too_early_are_passed_over() -> None:
 
 
 def test_when_nothing_is_left_the_last_samples_are_read_again_and_do_not_count() -> None:
-    book = LeaseBook(2)
+    book = LeaseCursor(2)
     assert book.take() == [], "nothing to repeat yet"
     book.granted(0, Range("", 0, 5))
     read = [book.take() for _ in range(4)]
@@ -205,7 +207,7 @@ def test_when_nothing_is_left_the_last_samples_are_read_again_and_do_not_count()
 
 
 def test_gradients_accumulated_over_batches_are_one_step() -> None:
-    book = LeaseBook(4, batches_per_step=2)
+    book = LeaseCursor(4, batches_per_step=2)
     book.granted(0, Range("", 0, 100))
     for _ in range(6):
         book.take()
@@ -216,7 +218,7 @@ def test_gradients_accumulated_over_batches_are_one_step() -> None:
 
 
 def test_void_leases_do_not_count_even_if_a_batch_is_being_trained_on() -> None:
-    book = LeaseBook(4)
+    book = LeaseCursor(4)
     book.granted(0, Range("", 0, 10))
     book.take()
     book.void(10)
@@ -233,21 +235,20 @@ class Run:
     def __init__(self, **sync: Any) -> None:
         self.core = SyncerCore(SyncConfig(fragments=1, every=4, grace=0.0, silence_s=5.0, **sync), 1)
         self.now = 0.0
-        self.records: list[Record] = []
+        self.records: list[TapeRecord] = []
 
     def send(self, event: Any, at: float | None = None) -> list[Any]:
         self.now = at if at is not None else self.now
-        actions = self.core.handle(event, self.now)
-        self.records += [action for action in actions if isinstance(action, Record)]
+        actions = self.core.handle(event, self.now).actions
+        self.records += [action for action in actions if isinstance(action, TapeRecord)]
         for order in [action for action in actions if isinstance(action, Merge)]:
-            shares = [vars(share) for share in order.shares]
-            self.records.append(Record("merged", {"fragment": order.fragment, "shares": shares}))
+            self.records.append(merge_of(*order.shares))
             actions += self.send(Stored(order.fragment, order.version))
         return actions
 
     def start(self, name: str, session: str, wanted: int = 40, **more: Any) -> list[Lease]:
-        self.send(Joined(name, session, **more))
-        self.send(Declared(name, (POOL,)))
+        self.send(Hello(name, session, **more))
+        self.send(DataDeclared(name, (POOL,)))
         self.send(Ready(name))
         actions = self.send(Reported(name, 0, 0, 0.1, need=need(wanted, given=more.get("leased", 0))))
         return [action for action in actions if isinstance(action, Lease)]
@@ -256,19 +257,19 @@ class Run:
         """A contribution at this step. Says why it was refused, or None."""
         gathering = self.core.fragments[0].round
         assert gathering is not None
-        offer = Contributed(name, 0, gathering.step, self.core.fragments[0].version, 4, 40, step,
-                            session=self.core.learners[name].session, samples=samples, upto_tokens=tokens)  # fmt: skip
+        offer = Contributed(name, 0, gathering.number, self.core.fragments[0].version, 4, 40, step,
+                            session=self.core.learners[name].session, samples=samples, at_tokens=tokens)  # fmt: skip
         reason = self.core.why_refused(offer)
         self.send(offer)
         return reason
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        return [record.data for record in self.records if record.kind == kind]
+        return [record.to_json() for record in self.records if record.kind == kind]
 
     def ledger(self) -> Any:
         auditor = Auditor(1)
         for record in self.records:
-            auditor.apply(record.kind, record.data)
+            auditor.apply(record)
         for learner in self.core.learners.values():
             auditor.trained(learner.session, learner.name, learner.tokens)
         return auditor.ledger()
@@ -305,16 +306,16 @@ def test_what_has_arrived_and_is_not_merged_yet_is_not_given_back() -> None:
 def test_an_island_that_is_away_keeps_its_leases_until_their_time_is_over() -> None:
     run = Run(lease_s=60.0)
     run.start("a", "first")
-    run.send(Disconnected("a", "first"))
+    run.send(StreamEnded("a", "first"))
     run.send(Tick(), 50.0)
     assert run.of("lost") and not run.of("returned")
-    actions = run.send(Joined("a", "first", 8, 80, (0,), leased=40))
+    actions = run.send(Hello("a", "first", 8, 80, (0,), leased=40))
     assert next(action for action in actions if isinstance(action, Welcome)).resumed, "it trained on meanwhile, and that counts"
-    run.send(Disconnected("a", "first"), 51.0)
+    run.send(StreamEnded("a", "first"), 51.0)
     run.send(Tick(), 60.0)
     run.send(Tick(), 121.0)
     assert run.of("returned")[0]["position"] == 0
-    welcome = next(a for a in run.send(Joined("a", "first", 12, 120, (0,), leased=40)) if isinstance(a, Welcome))
+    welcome = next(a for a in run.send(Hello("a", "first", 12, 120, (0,), leased=40)) if isinstance(a, Welcome))
     assert (welcome.resumed, welcome.leased) == (False, 40), "others have its samples now: it starts over"
     run.send(Ready("a"))
     run.send(Reported("a", 16, 160, 0.1))
@@ -323,7 +324,7 @@ def test_an_island_that_is_away_keeps_its_leases_until_their_time_is_over() -> N
 
 def test_a_process_whose_leases_are_not_known_is_refused() -> None:
     run = Run()
-    assert not [a for a in run.send(Joined("a", "stranger", 8, 80, (0,), leased=10)) if isinstance(a, Welcome)]
+    assert not [a for a in run.send(Hello("a", "stranger", 8, 80, (0,), leased=10)) if isinstance(a, Welcome)]
     assert run.of("refused") == [{"learner": "a", "reason": "its leases are not known"}]
 
 
@@ -343,12 +344,12 @@ def test_one_that_left_and_did_not_hear_the_goodbye_goes_on_with_its_positions()
     run.start("a", "first")
     run.send(Reported("a", 4, 40, 0.1))
     assert run.give("a", 4, (0, 16), 40) is None
-    run.send(Leaving("a"))
-    run.send(NothingToGive("a", 0, run.core.fragments[0].round.step))
+    run.send(LeaveRequested("a"))
+    run.send(NothingToGive("a", 0, run.core.fragments[0].round.number))
     assert run.of("left") and run.of("returned")[0]["position"] == 16
-    welcome = next(a for a in run.send(Joined("a", "first", 4, 40, (1,), leased=40)) if isinstance(a, Welcome))
+    welcome = next(a for a in run.send(Hello("a", "first", 4, 40, (1,), leased=40)) if isinstance(a, Welcome))
     assert (welcome.resumed, welcome.leased) == (False, 40)
-    run.send(Declared("a", (POOL,)))
+    run.send(DataDeclared("a", (POOL,)))
     leases = [a for a in run.send(Reported("a", 4, 40, 0.1, need=need(50, given=40, taken=40))) if isinstance(a, Lease)]
     assert leases and leases[0].position == 40
     assert run.ledger().adds_up
@@ -391,34 +392,41 @@ def test_samples_that_were_never_leased_cannot_be_contributed() -> None:
 
 def test_a_read_of_another_regions_data_is_refused_and_recorded() -> None:
     run = Run(pins=("eu-text=eu",))
-    run.send(Joined("a", "s", region="us"))
-    (answer,) = [action for action in run.send(Declared("a", (Pool("eu-text", 9),))) if isinstance(action, NoLease)]
+    run.send(Hello("a", "s", region="us"))
+    (answer,) = [action for action in run.send(DataDeclared("a", (Pool("eu-text", 9),))) if isinstance(action, NoLease)]
     assert answer.reason == "pool 'eu-text' is pinned to region 'eu', and a is in region 'us'"
-    assert run.of("refused") == [{"learner": "a", "pools": ["eu-text"], "reason": answer.reason}]
+    assert run.of("refused") == [{"learner": "a", "reason": answer.reason}]
     assert not [a for a in run.send(Reported("a", 0, 0, 0.1, need=need(9))) if isinstance(a, Lease)]
 
 
 # ---------------------------------------------------------------- the ledger
 
 
-def entries() -> list[tuple[str, dict[str, Any]]]:
-    share = {"name": "a", "session": "s", "tokens": 40, "upto_tokens": 40, "samples": [0, 10]}
+def share(session: str, tokens: int, at_tokens: int, samples: tuple[int, int]) -> Share:
+    return Share("a", session, 0, 1, tokens, 1.0, at_tokens=at_tokens, samples=samples)
+
+
+def merge_of(*shares: Share) -> records.Merged:
+    return records.Merged(0, 1, 1, shares, 0.5, 0.5, 1.0)
+
+
+def entries() -> list[TapeRecord]:
     return [
-        ("joined", {"learner": "a", "session": "s"}),
-        ("leased", {"learner": "a", "session": "s", "position": 0, "pool": "", "start": 0, "count": 30}),
-        ("merged", {"fragment": 0, "shares": [share]}),
-        ("merged", {"fragment": 0, "shares": [{**share, "tokens": 20, "upto_tokens": 70, "samples": [12, 16]}]}),
-        ("returned", {"learner": "a", "session": "s", "position": 20, "ranges": [["", 20, 10]]}),
-        ("banked", {"learner": "a", "session": "s", "tokens": 90}),
-        ("joined", {"learner": "a", "session": "t"}),
-        ("leased", {"learner": "a", "session": "t", "position": 0, "pool": "", "start": 20, "count": 5}),
+        records.Joined("a", "s", 0, False, 0),
+        records.Leased("a", "s", 0, "", 0, 30),
+        merge_of(share("s", 40, 40, (0, 10))),
+        merge_of(share("s", 20, 70, (12, 16))),
+        records.Returned("a", "s", 20, (("", 20, 10),), "it has left"),
+        records.Banked("a", "s", 90),
+        records.Joined("a", "t", 0, False, 0),
+        records.Leased("a", "t", 0, "", 20, 5),
     ]
 
 
-def audited(found: list[tuple[str, dict[str, Any]]]) -> Any:
+def audited(found: list[TapeRecord]) -> Any:
     auditor = Auditor(1)
-    for kind, data in found:
-        auditor.apply(kind, data)
+    for record in found:
+        auditor.apply(record)
     return auditor.ledger()
 
 
@@ -431,13 +439,12 @@ def test_every_sample_and_every_token_ends_somewhere() -> None:
     assert (ledger.trained, tokens.applied, tokens.replaced, tokens.lost, tokens.open) == (90, 60, 10, 20, 0)
 
 
-def leased(start: int, count: int, position: int = 5, session: str = "t") -> tuple[str, dict[str, Any]]:
-    return "leased", {"learner": "a", "session": session, "position": position, "pool": "", "start": start, "count": count}
+def leased(start: int, count: int, position: int = 5, session: str = "t") -> TapeRecord:
+    return records.Leased("a", session, position, "", start, count)
 
 
-def merged(samples: list[int], session: str = "s", tokens: int = 1) -> tuple[str, dict[str, Any]]:
-    share = {"name": "a", "session": session, "tokens": tokens, "upto_tokens": 80, "samples": samples}
-    return "merged", {"fragment": 0, "shares": [share]}
+def merged(samples: list[int], session: str = "s", tokens: int = 1) -> TapeRecord:
+    return merge_of(share(session, tokens, 80, (samples[0], samples[1])))
 
 
 @pytest.mark.parametrize(
@@ -452,10 +459,10 @@ def merged(samples: list[int], session: str = "s", tokens: int = 1) -> tuple[str
         (merged([0, 31]), "contributed samples up to 31 and was given 30"),
         (merged([0, 3], session="t"), "trained on 0 tokens, and 80 are said to be in fragment 0"),
         (merged([16, 17], tokens=15), "are in fragment 0 twice"),
-        (("returned", {"learner": "a", "session": "t", "position": 1, "ranges": [["", 21, 3]]}), "gave back up to 4 of 5"),
+        (records.Returned("a", "t", 1, (("", 21, 3),), "it has left"), "gave back up to 4 of 5"),
     ],
 )
-def test_what_cannot_be_is_said(entry: tuple[str, dict[str, Any]], complaint: str) -> None:
+def test_what_cannot_be_is_said(entry: TapeRecord, complaint: str) -> None:
     assert any(complaint in what for what in audited([*entries(), entry]).discrepancies)
 
 
@@ -469,13 +476,13 @@ def test_a_shuffle_shows_every_item_once_in_an_epoch() -> None:
 def test_one_that_did_not_hear_that_it_lost_its_leases_is_told_again() -> None:
     run = Run(lease_s=20.0)
     run.start("a", "first")
-    run.send(Disconnected("a", "first"))
+    run.send(StreamEnded("a", "first"))
     run.send(Tick(), 10.0)
     run.send(Tick(), 31.0)
     assert run.of("returned")
     for _ in range(2):  # the first answer is lost with the connection
-        welcome = next(a for a in run.send(Joined("a", "first", 8, 80, (0,), leased=40)) if isinstance(a, Welcome))
+        welcome = next(a for a in run.send(Hello("a", "first", 8, 80, (0,), leased=40)) if isinstance(a, Welcome))
         assert (welcome.resumed, welcome.leased) == (False, 40)
-        run.send(Disconnected("a", "first"))
-    welcome = next(a for a in run.send(Joined("a", "first", 9, 90, (0,), leased=40, lease_floor=40)) if isinstance(a, Welcome))
+        run.send(StreamEnded("a", "first"))
+    welcome = next(a for a in run.send(Hello("a", "first", 9, 90, (0,), leased=40, lease_floor=40)) if isinstance(a, Welcome))
     assert welcome.resumed

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skerry.core.messages import Merge, Share
-from skerry.core.weight import weight
+from skerry.core.messages import Merge
+from skerry.core.share import Share, weight
 from skerry.tensors.fragments import Layout, Rule, TensorSpec, split
 from skerry.tensors.merge import BLOCK, ROW, FragmentState, mean, merge, nesterov, norm, norms_of, radial_mean
 
@@ -262,7 +262,7 @@ def test_a_member_on_an_older_version_says_nothing_of_running_statistics() -> No
 
 
 def test_an_order_says_which_contributions_are_fresh() -> None:
-    shares = tuple(Share(f"island-{base}", base, 1, 1, 1.0) for base in (3, 4, 2, 4))
+    shares = tuple(Share(f"island-{base}", "first", base, 1, 1, 1.0) for base in (3, 4, 2, 4))
     assert Merge(0, 5, 10, shares, 0.5, 0.8, 1.0).fresh == (False, True, False, True)
 
 

@@ -18,7 +18,7 @@ from skerry.wire.service import parse_description
 
 HEADERS = [
     pb.BulkToSyncer(),
-    pb.BulkToSyncer(upload=pb.Upload(fragment=3, step=2**40, codec="bf16", size_bytes=1 << 33)),
+    pb.BulkToSyncer(upload=pb.Upload(fragment=3, round=2**40, codec="bf16", size_bytes=1 << 33)),
     pb.BulkToSyncer(state=pb.State(part=1, parts=2, reason="none")),
     pb.BulkToLearner(),
     pb.BulkToLearner(fetched=pb.Fetched(fragment=1, version=7, since=0)),

@@ -183,8 +183,8 @@ def test_state_is_not_kept_twice_at_a_time(tmp_path: Path) -> None:
         saved.append(step)
 
     exchange = types.SimpleNamespace(totals=types.SimpleNamespace(steps=1))
-    link: Any = types.SimpleNamespace(exchange=exchange, name="a", run_id="run", session="s")
-    courier = StateCourier(link, types.SimpleNamespace(save_to=save))  # type: ignore[arg-type]
+    session: Any = types.SimpleNamespace(exchange=exchange, name="a", run_id="run", id="s")
+    courier = StateCourier(session, None, types.SimpleNamespace(save_to=save))  # type: ignore[arg-type]
     courier.keep, exchange.step = tmp_path / "kept", next(steps)
     beside = threading.Thread(target=courier.keep_beside)
     beside.start()
@@ -259,11 +259,11 @@ def run(tmp_path: Path, start_syncer) -> Iterator[tuple[Path, str]]:
 
 
 def merged(folder: Path, name: str) -> bool:
-    return any(share["name"] == name for entry in tape(folder, "merged") for share in entry["shares"])
+    return any(share["learner"] == name for entry in tape(folder, "merged") for share in entry["shares"])
 
 
 def sources(folder: Path) -> list[tuple[str, str]]:
-    return [(entry["learner"], entry["source"]) for entry in tape(folder, "optimizer_state")]
+    return [(entry["learner"], entry["source"]) for entry in tape(folder, "optimizer_restored")]
 
 
 def test_the_own_state_that_was_kept_is_taken_first(run, tmp_path: Path, monkeypatch) -> None:
@@ -292,7 +292,7 @@ def test_without_its_own_a_healthy_peers_state_is_taken(run, tmp_path: Path, kep
     peer = Island(address, "peer")
     poll(lambda: merged(folder, "peer"), "the peer to be merged")
     path = keep / "island.optimizer.safetensors"
-    run_id = peer.learner._link.run_id
+    run_id = peer.learner._session.run_id
     if kept != "none":
         old = kept == "old"
         peer.learner._courier.state.save_to(path, "another" if kept == "of another run" else run_id, -100_000 if old else 10)
@@ -448,7 +448,7 @@ def test_a_join_that_is_interrupted_while_it_recovers_leaves_nothing_behind(run,
     def interrupted(self: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("skerry.learner.link.Link.fetch_state", interrupted)
+    monkeypatch.setattr("skerry.learner.state.courier.StateCourier.fetch", interrupted)
     model = small_model()
     with contextlib.suppress(KeyboardInterrupt):
         join(address, model, adamw(model), name="late", timeout_s=30)

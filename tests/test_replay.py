@@ -62,7 +62,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_with_kills_a_straggler_and_a_syncer_restart_comes_out_the_same(recorded: Path) -> None:
-    kinds = {entry["words"].split()[0] for entry in tape(recorded, "fault")}
+    kinds = {entry["words"].split()[0] for entry in tape(recorded, "fault_injected")}
     assert kinds >= {"kill", "slow"} and len(tape(recorded, "syncer_started")) >= 2
     assert len({entry["session"] for entry in tape(recorded, "joined")}) > 3
     replay = Replay(recorded)
@@ -116,8 +116,8 @@ def test_a_tape_that_does_not_explain_the_weights_is_refused_at_the_first_differ
         list(Replay(other).run())
     shorter = copy(recorded, tmp_path / "shorter")
     share = tape(shorter, "merged")[-1]["shares"][0]
-    for number, entry in enumerate(tape(shorter, "journal")):
-        if entry["session"] == share["session"] and entry["upto"] >= share["upto"]:
+    for number, entry in enumerate(tape(shorter, "journaled")):
+        if entry["session"] == share["session"] and entry["upto"] >= share["at_step"]:
             change(shorter, "journal", number, lambda entry: entry.update(upto=entry["from"]))
     with pytest.raises(ReplayError, match="the tape does not say what island-. did in step"):
         list(Replay(shorter).run())

@@ -71,7 +71,7 @@ def dies(monkeypatch: pytest.MonkeyPatch, place: str, number: int) -> None:
             count[0] += 1
             return count[0] == number
 
-    write, take, publish = shard_process.Shard._write, shard_process.RemoteDesk.take, shard_process.Shard._publish
+    write, judge, publish = shard_process.Shard._write, shard_process.RemoteAdmission.judge, shard_process.Shard._publish
 
     def dying_write(shard, order, state):
         if place == "before writing" and reached():
@@ -94,18 +94,18 @@ def dies(monkeypatch: pytest.MonkeyPatch, place: str, number: int) -> None:
     monkeypatch.setattr(shard_process.Shard, "_publish", dying_publish)
     if place == "with one of two contributions":
 
-        async def dying_take(desk, *offer):
-            found = await take(desk, *offer)
+        async def dying_judge(admission, *offer):
+            found = await judge(admission, *offer)
             if reached():
-                desk.failed.set_exception(Killed())
+                admission.failed.set_exception(Killed())
             return found
 
-        monkeypatch.setattr(shard_process.RemoteDesk, "take", dying_take)
+        monkeypatch.setattr(shard_process.RemoteAdmission, "judge", dying_judge)
         make = shard_process.Shard.__init__
 
         def remembers(shard, *arguments):
             make(shard, *arguments)
-            shard._desk.failed = shard.failed
+            shard._admission.failed = shard.failed
 
         monkeypatch.setattr(shard_process.Shard, "__init__", remembers)
 

@@ -14,11 +14,14 @@ import pytest
 from simulation.faults import simulate
 from simulation.world import World
 
-from skerry.core import syncer as cores
+from skerry.core import rounds
 from skerry.core.exchange import Exchange, Mark, Version
-from skerry.core.leases.policy import LeaseDesk
+from skerry.core.leases.policy import LeasePolicy
 from skerry.core.leases.ranges import Leases
-from skerry.learner.transfers import Transfers
+from skerry.core.membership import Membership
+from skerry.core.rounds import Rounds
+from skerry.durable import Disk
+from skerry.learner.fetch import Fetcher
 from skerry.syncer.server import SyncerServer
 from skerry.syncer.sharding.shard import Shard
 from skerry.syncer.storage import version_file
@@ -69,7 +72,7 @@ def announced_before_it_is_stored(patch: pytest.MonkeyPatch) -> None:
 
 
 def written_without_being_synced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(version_file, "write_durably", lambda path, *parts: Path(path).write_bytes(b"".join(parts)))
+    patch.setattr(Disk, "write_durably", lambda disk, path, *parts: Path(path).write_bytes(b"".join(parts)))
 
 
 def a_counter_is_not_reset(patch: pytest.MonkeyPatch) -> None:
@@ -84,11 +87,11 @@ def a_counter_is_not_reset(patch: pytest.MonkeyPatch) -> None:
 
 
 def contributions_count_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cores.SyncerCore, "_min_base", lambda core, name, fragment: max(0, fragment.version - core.sync.staleness))
+    patch.setattr(Rounds, "_min_base", lambda core, name, fragment: max(0, fragment.version - core._run.sync.staleness))
 
 
 def a_wrong_weight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cores, "weight", lambda tokens, steps: float(tokens))
+    patch.setattr(rounds, "weight", lambda tokens, steps: float(tokens))
 
 
 def a_share_is_left_out(patch: pytest.MonkeyPatch) -> None:
@@ -101,23 +104,24 @@ def a_lease_is_told_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
         told, server._leases, server._telling_leases = server._leases, [], False
         for lease in told:
             found = pb.Lease(pool=lease.pool, start=lease.start, count=lease.count, position=lease.position)
-            server.send(lease.name, pb.ToLearner(lease=found))
+            server._roster.send(lease.learner, pb.ToLearner(lease=found))
 
     patch.setattr(SyncerServer, "_tell_leases", at_once)
 
 
 def a_lease_is_given_twice(patch: pytest.MonkeyPatch) -> None:
     """One that is away is taken for dead."""
-    settle = cores.SyncerCore._disconnected
+    settle = Membership.stream_ended
 
-    def hasty(core: cores.SyncerCore, event: Any, now: float, actions: list[Any]) -> None:
-        settle(core, event, now, actions)
-        holding = core.leases.holdings.get(event.name)
+    def hasty(members: Membership, event: Any, now: float, actions: list[Any]) -> None:
+        settle(members, event, now, actions)
+        leases = members._leases.leases
+        holding = leases.holdings.get(event.learner)
         if holding is not None:
             for held in holding.behind(holding.merged):
-                core.leases.pools[held.pool].give_back([(held.start, held.stop)])
+                leases.pools[held.pool].give_back([(held.start, held.stop)])
 
-    patch.setattr(cores.SyncerCore, "_disconnected", hasty)
+    patch.setattr(Membership, "stream_ended", hasty)
 
 
 def what_is_merged_is_forgotten_in_a_restart(patch: pytest.MonkeyPatch) -> None:
@@ -144,22 +148,22 @@ def what_learners_see_is_forgotten_in_a_restart(patch: pytest.MonkeyPatch) -> No
 
 def a_difference_is_added_to_the_version_in_the_model(patch: pytest.MonkeyPatch) -> None:
     """Though a newer one is waiting there to be adopted."""
-    newest = Transfers._newest_here
+    newest = Fetcher._newest_here
 
-    def careless(transfers: Transfers, fragment: int) -> Any:
-        return newest(transfers, fragment)[0], transfers._link.replica.held(fragment)
+    def careless(fetcher: Fetcher, fragment: int) -> Any:
+        return newest(fetcher, fragment)[0], fetcher._session.replica.held(fragment)
 
-    patch.setattr(Transfers, "_newest_here", careless)
+    patch.setattr(Fetcher, "_newest_here", careless)
 
 
 def an_expired_lease_is_used_on(patch: pytest.MonkeyPatch) -> None:
-    settle = LeaseDesk.settle
+    settle = LeasePolicy.settle
 
-    def trusting(desk: LeaseDesk, event: Any, resumed: bool, actions: list[Any]) -> bool:
-        settle(desk, event, resumed, actions)
-        return True
+    def trusting(policy: LeasePolicy, event: Any, resumed: bool, actions: list[Any]) -> bool:
+        settle(policy, event, resumed, actions)
+        return resumed
 
-    patch.setattr(LeaseDesk, "settle", trusting)
+    patch.setattr(LeasePolicy, "settle", trusting)
     patch.setattr(Leases, "why_refused", lambda leases, name, session, samples: None)
 
 
@@ -175,17 +179,17 @@ def a_shard_goes_on_from_what_it_had(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_answers_are_not_asked_for_again(patch: pytest.MonkeyPatch) -> None:
-    ask = cores.SyncerCore._ask
+    ask = Rounds.ask
 
-    def plain(core: cores.SyncerCore, *arguments: Any) -> Any:
+    def plain(core: Rounds, *arguments: Any) -> Any:
         return dataclasses.replace(ask(core, *arguments), anew=False)
 
-    patch.setattr(cores.SyncerCore, "_ask", plain)
+    patch.setattr(Rounds, "ask", plain)
 
 
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     announced_before_it_is_stored: "was announced",
-    written_without_being_synced: "has not ended|lost|another one before|the tape counts on it",
+    written_without_being_synced: "has not ended|lost|another one before|the tape counts on it|on the tape after",
     a_counter_is_not_reset: "twice",
     contributions_count_again: "twice",
     a_wrong_weight: "a wrong weight",

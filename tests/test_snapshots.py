@@ -20,8 +20,8 @@ from skerry.admin import close_run, take_snapshot
 from skerry.config import SyncConfig
 from skerry.errors import StoreError
 from skerry.observe.ledger import audit_run
+from skerry.syncer.storage.restore import newest_complete, restore
 from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
-from skerry.syncer.storage.snapshots import newest_complete, restore
 from skerry.train.validate import GlobalModel, validate
 
 
@@ -117,9 +117,9 @@ def test_the_newest_are_kept_and_a_damaged_one_is_passed_over(running, tmp_path:
 
 def test_an_island_that_dies_meanwhile_is_named_and_the_rest_is_kept(running, monkeypatch) -> None:
     syncer, island = running
-    monkeypatch.setattr("skerry.syncer.storage.snapshots.STATE_S", 0.3)
-    monkeypatch.setattr("skerry.syncer.storage.snapshots.TRIES", 0)
-    island.learner._link.courier = None  # it does not answer
+    monkeypatch.setattr("skerry.syncer.snapshots.STATE_S", 0.3)
+    monkeypatch.setattr("skerry.syncer.snapshots.TRIES", 0)
+    island.learner._connection.inbox.give_state = lambda asked: None  # it does not answer
     facts = take_snapshot(syncer.address, None)
     assert facts["islands"] == {"a": "a did not send its state within 0 s"}
     assert newest_complete(syncer.folder, print).name == "000001"
@@ -157,10 +157,10 @@ def test_snapshots_are_taken_now_and_then(tmp_path: Path, start_syncer) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     learner = skerry.join(syncer.address, model, optimizer)
     train(model, optimizer, batches(0, 20))
-    poll(lambda: len(tape(syncer.folder, "snapshot")) >= 2, "two snapshots")
+    poll(lambda: len(tape(syncer.folder, "snapshot_taken")) >= 2, "two snapshots")
     learner.detach()
     syncer.stop()
-    entry = tape(syncer.folder, "snapshot")[0]
+    entry = tape(syncer.folder, "snapshot_taken")[0]
     assert entry["islands"] == {learner.name: "the optimizer has no state yet"}, "plain SGD has none"
 
 
@@ -217,7 +217,7 @@ def test_a_run_goes_on_from_a_snapshot_in_another_folder_with_other_islands(tmp_
     result = json.loads((other / "result.json").read_text())
     assert 1.0 < result["validation_loss"] < loss.loss + loss.standard_error < 5.5, "the loss goes on from where it was"
     assert {entry["learner"] for entry in tape(other, "joined")[-2:]} == {"island-0", "island-1"}
-    assert [entry["source"] for entry in tape(other, "optimizer_state")][-2:] == ["own", "own"]
+    assert [entry["source"] for entry in tape(other, "optimizer_restored")][-2:] == ["own", "own"]
     ledger = audit_run(other)
     assert ledger.adds_up, ledger.discrepancies
     assert ledger.trained == result["tokens"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sqlite3
 import subprocess
@@ -18,13 +19,18 @@ from torch import Tensor, nn
 
 import skerry
 from skerry.config import SyncConfig
-from skerry.core.messages import Merge, Share
+from skerry.core import records
+from skerry.core.messages import Merge
+from skerry.core.share import Share
 from skerry.core.standing import Standing
+from skerry.durable import Disk
 from skerry.errors import StoreError
 from skerry.syncer.storage import database
 from skerry.syncer.storage import store as stores
-from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
-from skerry.syncer.storage.store import RunStore, TapeEntry, create_run
+from skerry.syncer.storage.create import create_run, gather
+from skerry.syncer.storage.database import TapeEntry
+from skerry.syncer.storage.run_folder import identity_text, read_identity, read_model, read_standing
+from skerry.syncer.storage.store import RunStore
 from skerry.syncer.storage.version_file import Label, state_checksum, write_version
 from skerry.tensors.merge import FragmentState
 from skerry.tensors.model import model_tensors
@@ -59,14 +65,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def order(version: int, fragment: int = 0, step: int = 3) -> Merge:
-    return Merge(fragment, version, step, (Share("island-0", version - 1, 3, 30, 300.0, 3 * version, "first"),), 0.7, 0.6, 1.0)
+    return Merge(fragment, version, step, (Share("island-0", "first", version - 1, 3, 30, 300.0, 3 * version),), 0.7, 0.6, 1.0)
 
 
 def commit(store: RunStore, version: int, fragment: int = 0, step: int = 3) -> FragmentState:
     """The next version: all values moved by one, momentum equal to the version."""
     state = store.load()[0][fragment]
     new = FragmentState(state.values + 1, torch.full_like(state.values, float(version)))
-    entry = TapeEntry(float(version), "merged", {"fragment": fragment, "version": version})
+    entry = TapeEntry(float(version), records.Merged(fragment, version, step, (), 0.7, 0.6, 1.0))
     standing = Standing(step, 10 * version, "running", {"island-0": ("first", 0, step, 0)})
     store.commit([store.write(order(version, fragment, step), new)], standing, [entry])
     return new
@@ -97,8 +103,12 @@ def test_a_creation_that_was_cut_short_is_no_run_and_can_be_repeated(tmp_path: P
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    real = stores.write_durably
-    monkeypatch.setattr(stores, "write_durably", lambda path, data: full() if path.name == "run.json" else real(path, data))
+    real = Disk.write_durably
+
+    def write(disk: Disk, path: Path, *data: bytes) -> None:
+        full() if path.name == "run.json" else real(disk, path, *data)
+
+    monkeypatch.setattr(Disk, "write_durably", write)
     with pytest.raises(StoreError, match="cannot create a run in .*: .*No space left on device"):
         skerry.create(tmp_path / "run", small_model(seed=8), SYNC)
     with pytest.raises(StoreError, match="holds no run"):
@@ -115,7 +125,7 @@ def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
             ask(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 4}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 5}'])
 def test_a_damaged_run_file_is_named(folder: Path, text: str) -> None:
     good = (folder / "run.json").read_text()
     (folder / "run.json").write_text(text)
@@ -131,8 +141,8 @@ def test_a_damaged_run_file_is_named(folder: Path, text: str) -> None:
 
 def test_a_run_of_another_format_is_refused(folder: Path) -> None:
     text = (folder / "run.json").read_text()
-    (folder / "run.json").write_text(text.replace('"format": 4', '"format": 1'))
-    with pytest.raises(StoreError, match=f"{folder} has run format 1, this Skerry reads 4"):
+    (folder / "run.json").write_text(identity_text({**json.loads(text), "format": 1}))
+    with pytest.raises(StoreError, match=f"{folder} has run format 1, this Skerry reads 5"):
         read_identity(folder)
 
 
@@ -383,7 +393,9 @@ import os, sys
 from pathlib import Path
 import torch
 from skerry.tensors.merge import FragmentState
-from skerry.core.messages import Merge, Share
+from skerry.core.messages import Merge
+from skerry.core.records import Repaired
+from skerry.core.share import Share
 from skerry.core.standing import Standing
 from skerry.syncer.storage import database
 from skerry.syncer.storage import store as stores
@@ -397,10 +409,10 @@ elif when == "before the row":
     database.put_standing = lambda *_: os._exit(7)
 elif when == "before the row is durable":
     database.append = lambda *_: os._exit(7)
-order = Merge(0, 1, 3, (Share("island-0", 0, 3, 30, 300.0, upto=3, session="first"),), 0.7, 0.6, 1.0)
+order = Merge(0, 1, 3, (Share("island-0", "first", 0, 3, 30, 300.0, at_step=3),), 0.7, 0.6, 1.0)
 written = store.write(order, FragmentState(state.values + 1, state.momentum + 2))
 standing = Standing(3, 30, "running", {"island-0": ("first", 0, 3, 0)})
-store.commit([written], standing, [stores.TapeEntry(1.0, "merged", {"version": 1})])
+store.commit([written], standing, [stores.TapeEntry(1.0, Repaired("1"))])
 os._exit(7)
 """
 
@@ -414,7 +426,7 @@ def test_a_commit_is_there_after_a_kill_once_it_returned_and_not_before(folder: 
     store = RunStore(folder)
     states, progress, standing = store.load()
     assert (progress[0].version, standing.step, standing.banked_tokens) == ((1, 3, 30) if there else (0, 0, 0))
-    assert progress[0].counted_upto("island-0") == (3 if there else 0)
+    assert progress[0].counted_step("island-0") == (3 if there else 0)
     assert float(states[0].momentum.max()) == (2.0 if there else 0.0)
     commit(store, 2 if there else 1)
     store.close()
@@ -428,15 +440,15 @@ def test_a_commit_is_there_after_a_kill_once_it_returned_and_not_before(folder: 
 
 def test_the_tape_keeps_the_order_in_which_things_were_decided(folder: Path) -> None:
     store = RunStore(folder)
-    store.commit([], Standing(), [TapeEntry(9.0, "joined", {"learner": "a"}), TapeEntry(8.0, "joined", {"learner": "b"})])
+    store.commit([], Standing(), [TapeEntry(9.0, records.Leaving("a")), TapeEntry(8.0, records.Leaving("b"))])
     commit(store, 1)
     store.commit([], Standing(4), [])
-    store.commit([], Standing(5), [TapeEntry(1.0, "left", {"learner": "a"})])
+    store.commit([], Standing(5), [TapeEntry(1.0, records.Left("a"))])
     store.close()
     store = RunStore(folder)
     commit(store, 2)
-    found = [(entry.kind, entry.at) for entry in store.tape()]
-    assert found[1:] == [("joined", 9.0), ("joined", 8.0), ("merged", 1.0), ("left", 1.0), ("merged", 2.0)]
+    found = [(entry.record.kind, entry.at) for entry in store.tape()]
+    assert found[1:] == [("leaving", 9.0), ("leaving", 8.0), ("merged", 1.0), ("left", 1.0), ("merged", 2.0)]
     assert found[0][0] == "created"
     store.close()
 
@@ -457,16 +469,16 @@ def test_a_restart_knows_how_much_of_whose_progress_was_merged(folder: Path) -> 
     state = store.load()[0][0]
     sessions = {name: (f"session of {name}", 0, 0, 0) for name in "abc"}
     for version, name in enumerate(["a", "b", "a", "c"], start=1):
-        share = Share(name, version - 1, 1, 1, 1.0, upto=100 + version, session=f"session of {name}")
-        merged = dataclasses.replace(order(version), shares=(share,), step=10 * version)
+        share = Share(name, f"session of {name}", version - 1, 1, 1, 1.0, at_step=100 + version)
+        merged = dataclasses.replace(order(version), shares=(share,), round=10 * version)
         store.commit([store.write(merged, state)], Standing(sessions=sessions), [])
     # A process that took over a name since then counts its own steps.
     store.commit([], Standing(sessions={**sessions, "c": ("a later session", 0, 0, 0)}), [])
     store.close()
     store = RunStore(folder)
     found = store.load()[1][0]
-    assert {name: found.counted_upto(name) for name in "abcd"} == {"a": 103, "b": 102, "c": 0, "d": 0}
-    assert (found.version, found.merged_step) == (4, 40)
+    assert {name: found.counted_step(name) for name in "abcd"} == {"a": 103, "b": 102, "c": 0, "d": 0}
+    assert (found.version, found.merged_round) == (4, 40)
     store.close()
 
 
@@ -489,7 +501,7 @@ def test_gathering_a_fragment_keeps_its_values(tmp_path: Path) -> None:
     layout = read_identity(skerry.create(tmp_path / "run", model, SYNC)).layout
     tensors: dict[str, Tensor] = tensors_of(model)
     for fragment in layout.fragments:
-        flat = stores.gather(layout, fragment, tensors)
+        flat = gather(layout, fragment, tensors)
         assert flat.dtype == torch.float32 and flat.shape == (fragment.numel,)
         parts = [tensors[layout.tensors[p.tensor].name].reshape(-1)[p.start : p.stop].float() for p in fragment.pieces]
         assert torch.equal(flat, torch.cat(parts))

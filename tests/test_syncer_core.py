@@ -26,33 +26,37 @@ from skerry.core.messages import (
     Caution,
     CloseRequested,
     Contributed,
-    Disconnected,
-    Ended,
     Event,
     FragmentsAway,
     FragmentsBack,
     Goodbye,
-    GoodKept,
-    Joined,
+    GoodCopyKept,
+    Hello,
     KeepGood,
-    Leaving,
+    LeaveRequested,
     Merge,
     NothingToGive,
     Ready,
-    Record,
     Reported,
     Restore,
+    RunEnded,
     StopTraining,
     Stored,
     StoreFailed,
+    StreamEnded,
     Tick,
+    Verdict,
     WakeAt,
     Welcome,
 )
 from skerry.core.quorum import LONGEST
+from skerry.core.records import Refused
 from skerry.core.rollback import MAX_ROLLBACKS
-from skerry.core.standing import Counted, FragmentProgress, Standing
-from skerry.core.syncer import LAST_CHANCE, RETRY_STORE_S, RETURN_S, SyncerCore
+from skerry.core.rounds import LAST_CHANCE, RETRY_STORE_S
+from skerry.core.schema import TapeRecord
+from skerry.core.standing import Standing
+from skerry.core.state import Counted, FragmentProgress
+from skerry.core.syncer import RETURN_S, SyncerCore
 
 A = TypeVar("A")
 SILENCE_S = 10.0
@@ -63,21 +67,21 @@ def of(kind: type[A], actions: list[Action]) -> list[A]:
 
 
 def asked(actions: list[Action]) -> set[tuple[str, int, int]]:
-    return {(ask.name, ask.fragment, ask.step) for ask in of(Ask, actions)}
+    return {(ask.learner, ask.fragment, ask.round) for ask in of(Ask, actions)}
 
 
 def welcomed(actions: list[Action]) -> tuple[str, int, int, bool, tuple[int, ...]]:
     [welcome] = of(Welcome, actions)
-    return welcome.name, welcome.slot, welcome.step, welcome.resumed, welcome.versions
+    return welcome.learner, welcome.slot, welcome.step, welcome.resumed, welcome.versions
 
 
 def counted(announce: Announce) -> dict[str, int]:
     """For each learner: up to which of its own steps its progress is part of what was announced."""
-    return dict(zip(announce.names, announce.counted, strict=True))
+    return dict(zip(announce.learners, announce.counted, strict=True))
 
 
 def recorded(actions: list[Action]) -> list[str]:
-    return [record.kind for record in of(Record, actions)]
+    return [record.kind for record in of(TapeRecord, actions)]
 
 
 class Run:
@@ -92,7 +96,7 @@ class Run:
         self.core = SyncerCore(self.sync, fragments, now=now, places=places)
 
     def send(self, event: Event) -> list[Action]:
-        return self.core.handle(event, self.now)
+        return self.core.handle(event, self.now).actions
 
     def wait(self, seconds: float) -> list[Action]:
         self.now += seconds
@@ -103,7 +107,7 @@ class Run:
         return tuple(fragment.version for fragment in self.core.fragments)
 
     def join(self, name: str, session: str = "first", *, step: int = 0, tokens: int = 0, held: Any = ()) -> list[Action]:
-        return self.send(Joined(name, session, step, tokens, tuple(held)))
+        return self.send(Hello(name, session, step, tokens, tuple(held)))
 
     def enter(self, *names: str) -> list[Action]:
         """Join and be ready, one after the other."""
@@ -117,27 +121,27 @@ class Run:
 
     def offer(self, name: str, fragment: int = 0, **changed: Any) -> Contributed:
         gathering = self.core.fragments[fragment].round
-        step = gathering.step if gathering else 0
+        step = gathering.number if gathering else 0
         known = self.core.learners.get(name)
         values = {
-            "step": step,
+            "round": step,
             "base": self.core.fragments[fragment].version,
             "steps": 2,
             "tokens": 20,
-            "upto": known.step if known else 0,
+            "at_step": known.step if known else 0,
             **changed,
         }
         return Contributed(name, fragment, **values)
 
     def give(self, name: str, fragment: int = 0, **changed: Any) -> list[Action]:
         actions = self.send(self.offer(name, fragment, **changed))
-        assert "refused" not in recorded(actions), of(Record, actions)
+        assert "refused" not in recorded(actions), of(TapeRecord, actions)
         return actions
 
     def nothing(self, name: str, fragment: int = 0) -> list[Action]:
         gathering = self.core.fragments[fragment].round
         assert gathering is not None
-        return self.send(NothingToGive(name, fragment, gathering.step))
+        return self.send(NothingToGive(name, fragment, gathering.number))
 
     def store(self, fragment: int = 0) -> list[Action]:
         return self.send(Stored(fragment, self.core.fragments[fragment].version + 1))
@@ -145,7 +149,7 @@ class Run:
     def restored(self, *, after_seconds: float = 1.0) -> Run:
         """A new process that found what the last one wrote; the clock of another process starts anywhere."""
         standing = Standing.from_json(json.loads(json.dumps(self.core.standing().to_json())))
-        stored = [FragmentProgress(f.version, f.merged_step, dict(f.counted)) for f in self.core.fragments]
+        stored = [FragmentProgress(f.version, f.merged_round, dict(f.counted)) for f in self.core.fragments]
         other = copy.copy(self)
         other.now = self.now + after_seconds
         other.core = SyncerCore(self.sync, self.count, now=other.now, progress=stored, standing=standing)
@@ -153,7 +157,7 @@ class Run:
 
     def whole_state(self) -> Any:
         core = self.core
-        return copy.deepcopy((core.fragments, core.learners, core.step, core.phase, core.tokens, core.banked_tokens))
+        return copy.deepcopy((core.fragments, core.learners, core.step, core.phase, core.tokens, core.run.banked_tokens))
 
 
 def running(*names: str, **settings: Any) -> Run:
@@ -179,7 +183,7 @@ def test_nobody_starts_before_enough_learners_are_ready() -> None:
     run.join("c")
     assert run.core.phase == "gathering", "joined is not yet ready"
     begun = run.send(Ready("c"))
-    assert {begin.name for begin in of(Begin, begun)} == {"a", "b", "c"}
+    assert {begin.learner for begin in of(Begin, begun)} == {"a", "b", "c"}
     assert recorded(begun) == ["began"]
     assert of(Begin, run.enter("d")) == [Begin("d", 0)], "later ones start at once"
 
@@ -187,7 +191,7 @@ def test_nobody_starts_before_enough_learners_are_ready() -> None:
 def test_a_learner_that_goes_while_the_run_gathers_does_not_count() -> None:
     run = Run(start_with=2)
     run.enter("a")
-    run.send(Disconnected("a", "first"))
+    run.send(StreamEnded("a", "first"))
     run.enter("b")
     assert run.core.phase == "gathering"
     run.join("a", held=(0,))
@@ -213,7 +217,7 @@ def test_a_late_learner_takes_over_the_runs_step_and_the_next_free_slot() -> Non
 def test_while_a_run_begins_only_so_many_islands_train() -> None:
     run = Run(start_with=3, every=8, begin=BeginConfig(steps=20, every=8, islands=2))
     begun = of(Begin, run.enter("a", "b", "c"))
-    assert [begin.name for begin in begun] == ["a", "b"]
+    assert [begin.learner for begin in begun] == ["a", "b"]
     assert of(Begin, run.report("a", 19)) == []
     assert of(Begin, run.report("a", 20)) == []  # the step is reached with this very event
     assert of(Begin, run.report("b", 20)) == [Begin("c", 20)]
@@ -233,7 +237,7 @@ def test_enough_learners_must_be_there_though_the_syncer_is_restarted_while_it_g
     again = run.restored()
     assert of(Begin, again.join("a", held=(0,))) == [] and again.core.phase == "gathering"
     again.enter("b")
-    assert {begin.name for begin in of(Begin, again.enter("c"))} == {"a", "b", "c"}
+    assert {begin.learner for begin in of(Begin, again.enter("c"))} == {"a", "b", "c"}
 
 
 def test_an_island_held_back_while_a_run_begins_still_is_after_a_restart_of_the_syncer() -> None:
@@ -248,7 +252,7 @@ def test_an_island_held_back_while_a_run_begins_still_is_after_a_restart_of_the_
 def test_a_newcomer_whose_stream_breaks_before_it_is_ready_can_still_begin(fetched: bool) -> None:
     run = Run()
     run.join("a")
-    run.send(Disconnected("a", "first"))
+    run.send(StreamEnded("a", "first"))
     back = run.join("a", held=(0,) if fetched else ())
     assert welcomed(back)[3] == fetched
     assert of(Begin, back if fetched else run.send(Ready("a"))) == [Begin("a", 0)]
@@ -256,7 +260,7 @@ def test_a_newcomer_whose_stream_breaks_before_it_is_ready_can_still_begin(fetch
 
 def test_no_two_live_islands_have_one_slot() -> None:
     run = running("a", "b")
-    run.send(Disconnected("a", "first"))
+    run.send(StreamEnded("a", "first"))
     run.now += SILENCE_S
     run.report("b", 1)
     assert welcomed(run.join("c"))[1] == 0, "the place of one that is gone is given on"
@@ -287,7 +291,7 @@ def test_the_runs_step_is_the_kth_largest(quorum: int, expected: int) -> None:
 def test_the_runs_step_never_goes_back() -> None:
     run = running("a", "b", quorum=1, every=1000)
     run.report("a", 50)
-    run.send(Disconnected("a", "first"))
+    run.send(StreamEnded("a", "first"))
     run.report("b", 7)
     assert run.core.step == 50
     run.report("b", 3, tokens=5)
@@ -316,7 +320,7 @@ def a_round(run: Run, step: int, **norms: float) -> list[Action]:
 
 
 def names_merged(actions: list[Action]) -> list[str]:
-    return [share.name for merge in of(Merge, actions) for share in merge.shares]
+    return [share.learner for merge in of(Merge, actions) for share in merge.shares]
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, 100.0])
@@ -326,8 +330,8 @@ def test_an_unhealthy_contribution_is_named_at_once_and_the_merge_goes_on_withou
         assert names_merged(a_round(run, 4 * turn, a=1.0, b=1.1, c=0.9)) == ["a", "b", "c"]
     actions = a_round(run, 20, a=1.0, b=norm, c=1.0)
     assert names_merged(actions) == ["a", "c"] and of(Merge, actions)[0].presence == 1.0
-    [record] = [r for r in of(Record, actions) if r.kind == "unhealthy"]
-    assert (record.data["learner"], record.data["fragment"], record.data["step"]) == ("b", 0, 20)
+    [record] = [r for r in of(TapeRecord, actions) if r.kind == "unhealthy"]
+    assert (record.learner, record.fragment, record.round) == ("b", 0, 20)
     assert names_merged(a_round(run, 24, a=1.0, b=1.0, c=1.0)) == ["a", "b", "c"]
 
 
@@ -372,7 +376,7 @@ def test_quarantine_and_the_measure_of_what_is_usual_survive_the_syncer() -> Non
     again = run.restored()
     for name in "ab":
         held = tuple(f.version for f in again.core.fragments)
-        actions = again.send(Joined(name, again.core.learners[name].session, step=24, tokens=240, held=held))
+        actions = again.send(Hello(name, again.core.learners[name].session, step=24, tokens=240, held=held))
         assert of(Welcome, actions)[0].quarantined == (name == "b")
     assert names_merged(a_round(again, 28, a=99.0, b=1.0)) == ["b"]  # healthy, and out; the other one's is far too large
 
@@ -390,7 +394,7 @@ def test_when_everyone_goes_further_that_becomes_the_measure() -> None:
 def test_one_that_is_in_quarantine_can_leave_and_the_run_can_end() -> None:
     run = running("a", "b", quorum=0, strikes=1, budget_tokens=10_000)
     a_round(run, 4, a=1.0, b=math.nan)
-    run.send(Leaving("b"))
+    run.send(LeaveRequested("b"))
     run.report("a", 8)
     actions = run.send(run.offer("a", norm=1.0)) + run.send(run.offer("b", norm=math.nan))
     assert names_merged(actions) == ["a"]
@@ -418,7 +422,7 @@ def healthy_run(**settings: Any) -> Run:
     run = running("a", "b", quorum=0, fragments=2, every=2, rollback=1.5, **settings)
     for step in range(1, 20):
         for keep in of(KeepGood, lossy(run, step, 2.0, "a", "b")):
-            run.send(GoodKept(keep.step))
+            run.send(GoodCopyKept(keep.step))
     assert run.core.rollback.good_step is not None
     return run
 
@@ -459,8 +463,8 @@ def test_without_a_good_copy_or_after_many_times_it_is_only_written_down() -> No
     run = running("a", "b", quorum=0, fragments=1, every=2, rollback=1.5)
     for step in range(1, 8):
         lossy(run, step, 2.0, "a", "b")
-    records = [r for step in range(8, 30) for r in of(Record, lossy(run, step, math.nan, "a", "b")) if r.kind == "diverged"]
-    assert records and not any(record.data["rolled_back"] for record in records)
+    records = [r for step in range(8, 30) for r in of(TapeRecord, lossy(run, step, math.nan, "a", "b")) if r.kind == "diverged"]
+    assert records and not any(record.rolled_back for record in records)
 
     run = healthy_run()
     for step in range(20, 400):
@@ -509,7 +513,7 @@ def test_a_rollback_that_was_cut_short_by_the_syncers_end_goes_on() -> None:
 
 def back(run: Run, name: str, step: int) -> list[Action]:
     held = tuple(fragment.version for fragment in run.core.fragments)
-    return run.send(Joined(name, run.core.learners[name].session, step=step, tokens=10 * step, held=held))
+    return run.send(Hello(name, run.core.learners[name].session, step=step, tokens=10 * step, held=held))
 
 
 def test_the_first_one_back_is_not_merged_alone_while_the_others_look_for_the_way() -> None:
@@ -518,7 +522,7 @@ def test_the_first_one_back_is_not_merged_alone_while_the_others_look_for_the_wa
     again = run.restored()
     assert not of(Ask, back(again, "a", 50))
     assert not of(Ask, again.wait(RETURN_S / 2))
-    asked = {ask.name for ask in of(Ask, back(again, "b", 48))}
+    asked = {ask.learner for ask in of(Ask, back(again, "b", 48))}
     assert asked == {"a", "b"}
 
 
@@ -528,7 +532,7 @@ def test_one_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
     again = run.restored()
     [wake] = of(WakeAt, back(again, "a", 50))
     assert wake.at <= again.now + RETURN_S
-    assert {ask.name for ask in of(Ask, again.wait(RETURN_S))} == {"a"}
+    assert {ask.learner for ask in of(Ask, again.wait(RETURN_S))} == {"a"}
 
 
 # ---------------------------------------------------------------- quorum and grace
@@ -545,10 +549,10 @@ def test_all_present_merges_at_once() -> None:
     run.report("a", 4), run.report("b", 4)
     assert of(Merge, run.give("a")) == []
     [merge] = of(Merge, run.give("b", tokens=40))
-    assert (merge.fragment, merge.version, merge.step, merge.presence) == (0, 1, 4, 1.0)
-    assert [(share.name, share.base, share.weight) for share in merge.shares] == [("a", 0, 200.0), ("b", 0, 800.0)]
+    assert (merge.fragment, merge.version, merge.round, merge.presence) == (0, 1, 4, 1.0)
+    assert [(share.learner, share.base, share.weight) for share in merge.shares] == [("a", 0, 200.0), ("b", 0, 800.0)]
     [announce] = of(Announce, run.store())
-    assert (announce.fragment, announce.version, announce.step) == (0, 1, 4)
+    assert (announce.fragment, announce.version, announce.round) == (0, 1, 4)
     assert counted(announce) == {"a": 4, "b": 4}
 
 
@@ -567,7 +571,7 @@ def test_the_quorum_opens_a_grace_window_that_a_late_one_may_use() -> None:
     assert of(Merge, run.send(Tick())) == []
     run.now = 3.5
     [merge] = of(Merge, run.send(Tick()))
-    assert [share.name for share in merge.shares] == ["a", "b"]
+    assert [share.learner for share in merge.shares] == ["a", "b"]
     assert merge.presence == pytest.approx(2 / 3)
 
 
@@ -630,7 +634,7 @@ def test_while_exchanges_take_longer_than_they_may_an_eighth_of_the_fragments_is
 
 def test_as_exchanges_become_quick_again_more_are_under_way_one_by_one() -> None:
     run = many_slow()
-    [flow] = run.core.flows
+    [flow] = run.core.rounds.flows
     most = [flow.at_once]
     for step in range(25, 105):
         run.report("a", step), run.report("b", step)
@@ -701,7 +705,7 @@ def test_those_who_leave_and_the_end_of_a_run_are_not_held_back_by_slow_exchange
     run = many_slow()
     for step in range(25, 60):
         run.report("a", step), run.report("b", step)
-    left = {ask.fragment for ask in of(Ask, run.send(Leaving("b"))) if ask.name == "b"}
+    left = {ask.fragment for ask in of(Ask, run.send(LeaveRequested("b"))) if ask.learner == "b"}
     assert left | {1, 2, 3} == set(range(24))
     run = many_slow()
     run.send(CloseRequested())
@@ -722,7 +726,7 @@ def test_rounds_for_which_nothing_is_done_hold_up_no_others() -> None:
 def test_with_few_fragments_the_next_exchange_waits_while_they_are_slow() -> None:
     run = running("a", "b", quorum=2, overlap=1)
     step = exchanges(run, 1, 0.125)
-    assert run.core.flows[0].paused_until(run.now) is None, "it may have been one stall"
+    assert run.core.rounds.flows[0].paused_until(run.now) is None, "it may have been one stall"
     step = exchanges(run, 1, 0.125, step)
     paused_until = run.now + 7 * 0.125
     run.now += 0.5
@@ -730,13 +734,13 @@ def test_with_few_fragments_the_next_exchange_waits_while_they_are_slow() -> Non
         assert not of(Ask, run.report("a", later)) and not of(Ask, run.report("b", later)), "it is due, and waits"
     assert of(WakeAt, run.send(Tick())) == [WakeAt(paused_until)]
     run.now = paused_until
-    assert {ask.name for ask in of(Ask, run.send(Tick()))} == {"a", "b"}, "then it has its turn without another report"
+    assert {ask.learner for ask in of(Ask, run.send(Tick()))} == {"a", "b"}, "then it has its turn without another report"
 
 
 def test_a_clock_that_is_put_back_ends_a_pause() -> None:
     run = running("a", "b", quorum=2, overlap=1)
     step = exchanges(run, 2, 0.125)
-    assert run.core.flows[0].paused_until(run.now) is not None
+    assert run.core.rounds.flows[0].paused_until(run.now) is not None
     run.now -= 0.5
     run.report("a", step + 4)
     assert of(Ask, run.report("b", step + 4))
@@ -752,7 +756,7 @@ def test_nothing_is_held_back_without_need(taken_s: float, settings: dict[str, A
     step = exchanges(run, 4, taken_s)
     run.report("a", step + 4)
     assert of(Ask, run.report("b", step + 4))
-    assert not run.core.flows[0].holds_back
+    assert not run.core.rounds.flows[0].holds_back
 
 
 def test_one_stall_that_holds_up_several_exchanges_is_one_stall() -> None:
@@ -764,17 +768,17 @@ def test_one_stall_that_holds_up_several_exchanges_is_one_stall() -> None:
     run.report("a", 14), run.report("b", 14)
     assert open_rounds(run) == [0, 1]
     finish(run, 0, 5.0), finish(run, 1, 0.0)
-    assert run.core.flows[0].holds_back and run.core.flows[0].paused_until(run.now) is None
+    assert run.core.rounds.flows[0].holds_back and run.core.rounds.flows[0].paused_until(run.now) is None
 
 
 def test_after_a_stall_nothing_waits_and_what_stays_slow_waits_as_long_as_it_takes() -> None:
     run = running("a", "b", quorum=2, overlap=1)
-    flow, period = run.core.flows[0], run.core.sync.every * 0.1
+    flow, period = run.core.rounds.flows[0], run.core.sync.every * 0.1
     step = exchanges(run, 1, 1.5 * SILENCE_S, exchanges(run, 1, 0.0))
     assert flow.paused_until(run.now) is None, "one stall says nothing of the next exchange"
-    assert run.core.grace.seconds(0.1) <= LONGEST * period
+    assert run.core.rounds.grace.seconds(0.1) <= LONGEST * period
     step = exchanges(run, 1, 0.0, step)
-    assert run.core.grace.taken(0.1) > period, "exchanges still seem to take long"
+    assert run.core.rounds.grace.taken(0.1) > period, "exchanges still seem to take long"
     assert flow.paused_until(run.now) is None, "but this one did not"
     exchanges(run, 2, 5 * LONGEST * period, step)
     paused_until = flow.paused_until(run.now)
@@ -803,7 +807,7 @@ def test_a_contribution_after_the_merge_was_ordered_is_refused_and_the_next_roun
     assert run.core.why_refused(offer) == "no round 4 is open for fragment 0"
     run.report("a", 8)
     [merge] = of(Merge, run.give("b", base=0))
-    assert [(share.name, share.base) for share in merge.shares] == [("b", 0)]
+    assert [(share.learner, share.base) for share in merge.shares] == [("b", 0)]
 
 
 @pytest.mark.parametrize("damp, presence", [(True, 0.25), (False, 1.0)])
@@ -813,7 +817,7 @@ def test_a_lone_contribution_moves_the_model_by_its_share_of_those_asked(damp: b
     [merge] = of(Merge, run.give("c"))
     assert merge.presence == presence
     run.store()
-    assert list(run.core.participation) == [0.25]
+    assert list(run.core.rounds.participation) == [0.25]
 
 
 def test_the_outer_settings_of_a_merge_are_those_of_its_round() -> None:
@@ -833,7 +837,7 @@ def test_one_that_has_nothing_to_give_is_not_waited_for_and_does_not_damp() -> N
     run.report("a", 4), run.report("b", 4)
     assert of(Merge, run.give("a")) == []
     [merge] = of(Merge, run.nothing("b"))
-    assert [share.name for share in merge.shares] == ["a"] and merge.presence == 1.0
+    assert [share.learner for share in merge.shares] == ["a"] and merge.presence == 1.0
 
 
 def test_a_round_in_which_nobody_has_anything_is_cancelled() -> None:
@@ -869,7 +873,7 @@ def test_a_fragment_due_again_stays_in_its_round_and_the_silent_ones_are_asked_a
     again = [run.report(name, 8) for name in "abc"]
     assert [asked(actions) for actions in again] == [set(), {("b", 0, 4), ("c", 0, 4)}, set()]
     gathering = run.core.fragments[0].round
-    assert gathering is not None and gathering.step == 4
+    assert gathering is not None and gathering.number == 4
 
 
 def test_one_who_joined_since_is_asked_when_the_fragment_is_due_again() -> None:
@@ -880,7 +884,7 @@ def test_one_who_joined_since_is_asked_when_the_fragment_is_due_again() -> None:
     assert asked(run.report("b", 7)) == set()
     assert ("b", 0, 4) in asked(run.report("b", 8))
     [merge] = of(Merge, run.give("b"))
-    assert [share.name for share in merge.shares] == ["b"]
+    assert [share.learner for share in merge.shares] == ["b"]
 
 
 def test_a_turn_missed_while_a_merge_is_stored_gets_its_round_right_after() -> None:
@@ -893,7 +897,7 @@ def test_a_turn_missed_while_a_merge_is_stored_gets_its_round_right_after() -> N
 def test_the_same_progress_is_never_asked_for_twice() -> None:
     run = running("a", "b", quorum=1, grace=0.0, staleness=5)
     run.report("a", 4), run.give("a"), run.store()
-    bases = {ask.name: ask.min_base for ask in of(Ask, run.report("a", 8))}
+    bases = {ask.learner: ask.min_base for ask in of(Ask, run.report("a", 8))}
     assert bases == {"a": 1, "b": 0}
     assert run.core.why_refused(run.offer("a", base=0)) == "stale: base version 0 of fragment 0, the newest is 1"
 
@@ -911,13 +915,13 @@ def test_a_base_may_be_as_many_versions_old_as_is_set(staleness: int) -> None:
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"fragment": 7}, "there is no fragment 7"),
     ({"fragment": -1}, "there is no fragment -1"),
-    ({"name": "nobody"}, "nobody is not in the run"),
-    ({"name": "gone"}, "gone is not in the run"),
-    ({"name": "new"}, "new is not in the run"),
-    ({"step": 8}, "no round 8 is open for fragment 1"),
+    ({"learner": "nobody"}, "nobody is not in the run"),
+    ({"learner": "gone"}, "gone is not in the run"),
+    ({"learner": "new"}, "new is not in the run"),
+    ({"round": 8}, "no round 8 is open for fragment 1"),
     ({"fragment": 0}, "no round 4 is open for fragment 0"),
-    ({"name": "b"}, "duplicate: b has answered round 4 of fragment 1"),
-    ({"name": "late"}, "late was not asked for fragment 1 in round 4"),
+    ({"learner": "b"}, "duplicate: b has answered round 4 of fragment 1"),
+    ({"learner": "late"}, "late was not asked for fragment 1 in round 4"),
     ({"base": 1}, "base version 1 of fragment 1 does not exist; the newest is 0"),
     ({"base": -1}, "stale: base version -1 of fragment 1, the newest is 0"),
     ({"steps": 0}, "steps and tokens must be >= 1, got 0 and 20"),
@@ -931,7 +935,7 @@ def test_a_contribution_that_does_not_fit_is_refused_with_the_reason_and_changes
     changed: dict[str, Any], reason: str
 ) -> None:
     run = running("a", "b", "gone", fragments=2, every=8, quorum=3)
-    run.send(Disconnected("gone", "first"))
+    run.send(StreamEnded("gone", "first"))
     run.report("a", 4), run.report("b", 4)  # fragment 1 is due, fragment 0 is not
     run.give("b", 1)
     run.join("new")
@@ -939,8 +943,9 @@ def test_a_contribution_that_does_not_fit_is_refused_with_the_reason_and_changes
     before = run.whole_state()
     offer = dataclasses.replace(Contributed("a", 1, 4, 0, 2, 20), **changed)
     assert run.core.why_refused(offer) == reason
-    [record] = of(Record, run.send(offer))
-    assert record.kind == "refused" and record.data["reason"] == reason
+    outcome = run.core.handle(offer, run.now)
+    [record] = of(Refused, outcome.actions)
+    assert outcome.verdict == Verdict(reason, merged=False) and record.reason == reason
     assert run.whole_state() == before
     assert run.core.why_refused(Contributed("a", 1, 4, 0, 2, 20)) is None
 
@@ -950,10 +955,10 @@ def test_a_contribution_that_does_not_fit_is_refused_with_the_reason_and_changes
 
 def test_an_announcement_tells_each_learner_which_of_its_progress_is_in_it_now_or_since_before() -> None:
     run = running("a", "b", "c", quorum=1, grace=0.0, staleness=1)
-    run.report("a", 4), run.give("a", upto=3)
+    run.report("a", 4), run.give("a", at_step=3)
     [first] = of(Announce, run.store())
     assert counted(first) == {"a": 3, "b": 0, "c": 0}
-    run.report("a", 8), run.give("b", base=0, upto=7)
+    run.report("a", 8), run.give("b", base=0, at_step=7)
     [second] = of(Announce, run.store())
     assert counted(second) == {"a": 3, "b": 7, "c": 0}, "the first merge is part of the second version as well"
 
@@ -963,21 +968,21 @@ def test_a_learner_lost_in_the_middle_of_a_round_is_not_waited_for() -> None:
     for name in "abc":
         run.report(name, 4)
     run.give("a"), run.give("b")
-    [merge] = of(Merge, run.send(Disconnected("c", "first")))
-    assert [share.name for share in merge.shares] == ["a", "b"] and merge.presence == 1.0
+    [merge] = of(Merge, run.send(StreamEnded("c", "first")))
+    assert [share.learner for share in merge.shares] == ["a", "b"] and merge.presence == 1.0
 
 
 def test_a_contribution_counts_though_its_learner_was_lost_after_giving_it() -> None:
     run = running("a", "b", quorum=2)
     run.report("a", 4), run.report("b", 4)
     run.give("a")
-    assert of(Merge, run.send(Disconnected("a", "first"))) == []
+    assert of(Merge, run.send(StreamEnded("a", "first"))) == []
     [merge] = of(Merge, run.give("b"))
-    assert [share.name for share in merge.shares] == ["a", "b"]
+    assert [share.learner for share in merge.shares] == ["a", "b"]
     [announce] = of(Announce, run.store())
-    assert announce.names == ("b",)
+    assert announce.learners == ("b",)
     [welcome] = of(Welcome, run.join("a", step=5, tokens=50, held=(0,)))
-    assert (welcome.counted, welcome.merged_steps) == ((4,), (4,)), (
+    assert (welcome.counted, welcome.merged_rounds) == ((4,), (4,)), (
         "it hears on its return that its progress is part of the version it missed"
     )
 
@@ -985,8 +990,8 @@ def test_a_contribution_counts_though_its_learner_was_lost_after_giving_it() -> 
 def test_when_all_who_were_asked_are_lost_the_round_is_given_up() -> None:
     run = running("a", "b")
     run.report("a", 4)
-    run.send(Disconnected("a", "first"))
-    assert "cancelled" in recorded(run.send(Disconnected("b", "first")))
+    run.send(StreamEnded("a", "first"))
+    assert "cancelled" in recorded(run.send(StreamEnded("b", "first")))
     assert run.core.fragments[0].round is None
 
 
@@ -998,7 +1003,7 @@ def test_a_silent_learner_is_given_up_but_may_come_back() -> None:
     run.now = SILENCE_S
     actions = run.send(Tick())
     assert of(Goodbye, actions) == [Goodbye("b", "silent", final=False)]
-    assert [share.name for share in of(Merge, actions)[0].shares] == ["a"]
+    assert [share.learner for share in of(Merge, actions)[0].shares] == ["a"]
     run.store()
     back = run.join("b", step=5, tokens=50, held=(0,))
     assert welcomed(back) == ("b", 1, 4, True, (1,))
@@ -1024,9 +1029,9 @@ def test_a_jump_of_the_clock_loses_learners_but_not_the_run() -> None:
     run.report("a", 4), run.report("b", 4)
     run.give("a")
     actions = run.wait(100_000.0)
-    assert {goodbye.name for goodbye in of(Goodbye, actions)} == {"a", "b"}
+    assert {goodbye.learner for goodbye in of(Goodbye, actions)} == {"a", "b"}
     [merge] = of(Merge, actions)
-    assert [share.name for share in merge.shares] == ["a"]
+    assert [share.learner for share in merge.shares] == ["a"]
     run.store()
     run.join("a", step=6, tokens=60, held=(0,)), run.join("b", step=6, tokens=60, held=(0,))
     run.report("a", 8)
@@ -1038,7 +1043,7 @@ def test_lock_step_waits_for_one_that_is_away_until_it_counts_as_silent_and_not_
     run.report("a", 4), run.report("b", 4)
     run.give("a")
     run.now = 3.0
-    assert of(Merge, run.send(Disconnected("b", "first"))) == []
+    assert of(Merge, run.send(StreamEnded("b", "first"))) == []
     run.now = 3.0 + SILENCE_S - 0.01
     actions = run.report("a", 5)
     assert of(Merge, actions) == [] and of(WakeAt, actions) == [WakeAt(3.0 + SILENCE_S)]
@@ -1046,13 +1051,13 @@ def test_lock_step_waits_for_one_that_is_away_until_it_counts_as_silent_and_not_
     actions = run.send(Tick())
     assert "lost" in recorded(actions)
     [merge] = of(Merge, actions)
-    assert [share.name for share in merge.shares] == ["a"] and merge.presence == 1.0
+    assert [share.learner for share in merge.shares] == ["a"] and merge.presence == 1.0
 
 
 def test_in_lock_step_a_turn_nobody_was_left_for_is_opened_again_when_they_return() -> None:
     run = running("a", quorum=0, wait=True, overlap=0)
     run.report("a", 4)
-    run.send(Disconnected("a", "first"))
+    run.send(StreamEnded("a", "first"))
     assert "cancelled" in recorded(run.wait(SILENCE_S))
     back = run.join("a", step=4, tokens=40, held=(0,))
     assert asked(back) == {("a", 0, 4)}, "it stands at step 4 and waits for the merge of that turn"
@@ -1063,18 +1068,18 @@ def test_in_lock_step_a_turn_that_brought_nothing_is_announced_as_over() -> None
     run.report("a", 4), run.report("b", 4)
     run.nothing("a")
     [announce] = of(Announce, run.nothing("b"))
-    assert (announce.version, announce.step) == (0, 4)
-    run.send(Disconnected("b", "first"))
+    assert (announce.version, announce.round) == (0, 4)
+    run.send(StreamEnded("b", "first"))
     [welcome] = of(Welcome, run.join("b", step=4, tokens=40, held=(0,)))
-    assert welcome.merged_steps == (4,), "and so hears one that missed it"
+    assert welcome.merged_rounds == (4,), "and so hears one that missed it"
 
 
 def test_in_lock_step_a_turn_that_comes_during_a_round_for_a_leaving_one_gets_its_own_round() -> None:
     run = running("a", "b", "c", quorum=0, wait=True, overlap=0, every=4)
     run.report("a", 4), run.report("b", 3), run.report("c", 3)
-    run.send(Leaving("c"))
+    run.send(LeaveRequested("c"))
     gathering = run.core.fragments[0].round
-    assert gathering is not None and gathering.step == 3
+    assert gathering is not None and gathering.number == 3
     run.report("b", 4), run.report("c", 4)
     for name in "abc":
         run.give(name)
@@ -1084,7 +1089,7 @@ def test_in_lock_step_a_turn_that_comes_during_a_round_for_a_leaving_one_gets_it
 def test_in_lock_step_one_that_was_given_up_goes_on_where_the_others_are() -> None:
     run = running("a", "b", quorum=0, wait=True, overlap=1, every=50)
     run.report("a", 4), run.report("b", 4)
-    run.send(Disconnected("b", "first"))
+    run.send(StreamEnded("b", "first"))
     run.now = 9.0
     run.report("a", 20)
     run.wait(1.0)
@@ -1095,7 +1100,7 @@ def test_in_lock_step_one_that_was_given_up_goes_on_where_the_others_are() -> No
 def test_lock_step_asks_one_that_is_away_as_well() -> None:
     run = running("a", "b", quorum=0, wait=True, overlap=1)
     run.report("b", 4)
-    run.send(Disconnected("b", "first"))
+    run.send(StreamEnded("b", "first"))
     assert asked(run.report("a", 4)) == {("a", 0, 4), ("b", 0, 4)}
 
 
@@ -1106,7 +1111,7 @@ def test_a_reconnect_of_the_same_process_gets_its_open_question_again(told: bool
     run.report("a", 4), run.report("b", 4)
     run.give("a")
     if told:
-        run.send(Disconnected("b", "first"))
+        run.send(StreamEnded("b", "first"))
     actions = run.join("b", step=5, tokens=50, held=(0,))
     assert welcomed(actions) == ("b", 1, 4, True, (0,))
     assert of(Goodbye, actions) == []
@@ -1118,7 +1123,7 @@ def test_a_reconnect_is_not_asked_for_what_it_has_given_already() -> None:
     run = running("a", "b", quorum=0, wait=True, overlap=1)
     run.report("a", 4), run.report("b", 4)
     run.give("b")
-    run.send(Disconnected("b", "first"))
+    run.send(StreamEnded("b", "first"))
     assert of(Ask, run.join("b", step=5, tokens=50, held=(0,))) == []
 
 
@@ -1127,7 +1132,7 @@ def test_a_stream_that_ends_after_its_process_was_replaced_is_nobodys_loss() -> 
     run.join("a", "second")
     run.send(Ready("a"))
     before = run.whole_state()
-    run.send(Disconnected("a", "first"))
+    run.send(StreamEnded("a", "first"))
     assert run.whole_state() == before
 
 
@@ -1141,12 +1146,12 @@ def test_a_restarted_process_takes_its_place_and_what_the_old_one_was_asked_for_
     assert of(Goodbye, actions) == [Goodbye("b", "another process joined as b")]
     assert welcomed(actions) == ("b", 1, 4, False, (0,))
     assert of(Ask, actions) == []
-    assert (run.core.tokens, run.core.banked_tokens) == (700, 300)
+    assert (run.core.tokens, run.core.run.banked_tokens) == (700, 300)
     assert run.core.why_refused(offer) == "b is not in the run"
     assert of(Begin, run.send(Ready("b"))) == [Begin("b", 4)]
     assert run.core.why_refused(offer) == "b was not asked for fragment 0 in round 4"
     [merge] = of(Merge, run.give("a"))
-    assert [share.name for share in merge.shares] == ["a"]
+    assert [share.learner for share in merge.shares] == ["a"]
     run.report("b", 5, tokens=50)
     assert run.core.tokens == 750
 
@@ -1167,7 +1172,7 @@ def test_what_the_old_process_had_given_is_not_credited_to_the_new_one(ordered: 
     assert welcome.counted == (0,) and counted(announce) == {"a": 0, "b": 4}
     run.report("b", 8)
     asks = of(Ask, run.report("a", 8))
-    assert {(ask.name, ask.min_base) for ask in asks} == {("a", 1), ("b", 1)}
+    assert {(ask.learner, ask.min_base) for ask in asks} == {("a", 1), ("b", 1)}
 
 
 def test_an_old_process_is_turned_away_after_another_has_taken_its_place() -> None:
@@ -1186,7 +1191,7 @@ def test_what_the_old_process_had_given_still_counts() -> None:
     run.give("b")
     run.join("b", "second"), run.send(Ready("b"))
     [merge] = of(Merge, run.give("a"))
-    assert [share.name for share in merge.shares] == ["a", "b"]
+    assert [share.learner for share in merge.shares] == ["a", "b"]
     [announce] = of(Announce, run.store())
     assert counted(announce) == {"a": 4, "b": 0}, "but not as progress of the new one, which counts its own steps"
 
@@ -1215,19 +1220,19 @@ def test_a_merge_that_could_not_be_stored_is_tried_again_with_all_it_had() -> No
     assert recorded(failed) == ["merge_failed"]
     assert of(WakeAt, failed) == [WakeAt(RETRY_STORE_S)]
     assert of(Merge, run.wait(RETRY_STORE_S / 2)) == []
-    run.send(Disconnected("a", "first"))
+    run.send(StreamEnded("a", "first"))
     [second] = of(Merge, run.wait(RETRY_STORE_S / 2))
     assert second == first
     run.send(StoreFailed(0, "disk still full"))
     run.give("c")
     [third] = of(Merge, run.wait(RETRY_STORE_S))
-    assert [share.name for share in third.shares] == ["a", "b", "c"] and third.version == 1
+    assert [share.learner for share in third.shares] == ["a", "b", "c"] and third.version == 1
     [announce] = of(Announce, run.store())
     assert counted(announce) == {"b": 4, "c": 4} and run.versions == (1,)
-    assert [run.core.learners[name].merges for name in "abc"] == [1, 1, 1] and run.core.merges == 1, (
+    assert [run.core.learners[name].merges for name in "abc"] == [1, 1, 1] and run.core.run.merges == 1, (
         "tried thrice, counted once"
     )
-    assert list(run.core.participation) == [1.0]
+    assert list(run.core.rounds.participation) == [1.0]
 
 
 def test_a_version_is_announced_when_it_is_stored_and_not_before() -> None:
@@ -1238,7 +1243,7 @@ def test_a_version_is_announced_when_it_is_stored_and_not_before() -> None:
     assert of(Announce, run.wait(5)) == []
     run.join("c")
     [announce] = of(Announce, run.store())
-    assert announce.names == ("a", "b", "c"), "one that waits for its start needs the newest version as well"
+    assert announce.learners == ("a", "b", "c"), "one that waits for its start needs the newest version as well"
 
 
 # ---------------------------------------------------------------- a new syncer process
@@ -1270,7 +1275,7 @@ def test_after_a_crash_between_store_and_announcement_nothing_is_counted_twice()
     assert of(Ask, actions) == [], "the round was merged"
     again.report("a", 8)
     asks = of(Ask, again.report("b", 8))
-    assert {(ask.name, ask.min_base) for ask in asks} == {("a", 1), ("b", 1)}
+    assert {(ask.learner, ask.min_base) for ask in asks} == {("a", 1), ("b", 1)}
     assert str(again.core.why_refused(again.offer("a", base=0))).startswith("stale")
 
 
@@ -1284,7 +1289,7 @@ def test_after_a_crash_before_a_merge_was_stored_its_round_is_opened_again() -> 
     again.join("a", step=6, tokens=60, held=(0,))
     actions = again.join("b", step=6, tokens=60, held=(0,)) + again.report("a", 7)
     opened = again.core.fragments[0].round
-    assert opened is not None and opened.step == 4, asked(actions)
+    assert opened is not None and opened.number == 4, asked(actions)
 
 
 def test_in_lock_step_a_restored_run_waits_for_the_learners_it_knew() -> None:
@@ -1308,7 +1313,7 @@ def test_learners_a_restored_run_does_not_see_again_are_given_up() -> None:
     again.now += SILENCE_S - 0.5
     again.report("a", 5)
     [merge] = of(Merge, again.wait(0.5))
-    assert [share.name for share in merge.shares] == ["a"]
+    assert [share.learner for share in merge.shares] == ["a"]
     assert again.core.tokens == run.core.tokens + 10, "the tokens of the lost one stay counted"
 
 
@@ -1334,17 +1339,17 @@ def test_the_budget_closes_the_run_everyone_is_asked_once_more_and_then_it_ends(
     run = running("a", "b", fragments=2, every=50, quorum=1, budget_tokens=100)
     assert of(StopTraining, run.report("a", 6)) == []
     closing = run.report("b", 4)
-    assert {stop.name for stop in of(StopTraining, closing)} == {"a", "b"}
+    assert {stop.learner for stop in of(StopTraining, closing)} == {"a", "b"}
     assert asked(closing) == {(name, fragment, 7) for name in "ab" for fragment in (0, 1)}
     assert run.core.phase == "closing"
     run.give("a", 0), run.give("a", 1), run.give("b", 0)
     assert run.core.fragments[0].round is not None and run.core.fragments[0].round.merging_since is not None
     run.store(0)
     [merge] = of(Merge, run.nothing("b", 1))
-    assert [share.name for share in merge.shares] == ["a"]
+    assert [share.learner for share in merge.shares] == ["a"]
     actions = run.store(1)
-    assert of(Announce, actions) and of(Ended, actions) == [Ended()]
-    assert {goodbye.name for goodbye in of(Goodbye, actions)} == {"a", "b"}
+    assert of(Announce, actions) and of(RunEnded, actions) == [RunEnded()]
+    assert {goodbye.learner for goodbye in of(Goodbye, actions)} == {"a", "b"}
     assert run.core.phase == "ended" and run.versions == (1, 1)
 
 
@@ -1357,7 +1362,7 @@ def test_in_the_last_round_the_slower_one_is_waited_for_but_not_beyond_silence()
     run.report("b", 1)
     assert of(Merge, run.wait(0.9)) == []
     [merge] = of(Merge, run.wait(0.1))
-    assert [share.name for share in merge.shares] == ["a"]
+    assert [share.learner for share in merge.shares] == ["a"]
 
 
 def test_the_last_round_ends_though_one_who_is_heard_never_answers() -> None:
@@ -1369,8 +1374,8 @@ def test_the_last_round_ends_though_one_who_is_heard_never_answers() -> None:
         assert merges == []
         run.now += 1.0
         merges += of(Merge, run.report("b", 0) + run.report("a", 2))
-    assert [[share.name for share in merge.shares] for merge in merges] == [["a"]]
-    assert of(Ended, run.store()) == [Ended()]
+    assert [[share.learner for share in merge.shares] for merge in merges] == [["a"]]
+    assert of(RunEnded, run.store()) == [RunEnded()]
 
 
 def test_the_last_round_of_a_fragment_comes_after_the_one_that_is_open() -> None:
@@ -1381,34 +1386,34 @@ def test_the_last_round_of_a_fragment_comes_after_the_one_that_is_open() -> None
     assert run.core.phase == "closing"
     run.give("b")
     actions = run.store()
-    assert of(Ended, actions) == []
-    assert {(ask.name, ask.step, ask.min_base) for ask in of(Ask, actions)} == {("a", 5, 1), ("b", 5, 1)}
+    assert of(RunEnded, actions) == []
+    assert {(ask.learner, ask.round, ask.min_base) for ask in of(Ask, actions)} == {("a", 5, 1), ("b", 5, 1)}
     run.nothing("a")
-    assert of(Ended, run.nothing("b")) == [Ended()]
+    assert of(RunEnded, run.nothing("b")) == [RunEnded()]
 
 
 def test_a_run_that_is_spent_ends_though_nobody_is_left() -> None:
     run = running("a", fragments=3, budget_tokens=100)
     run.report("a", 1, tokens=99)
-    run.send(Disconnected("a", "first"))
+    run.send(StreamEnded("a", "first"))
     run.now += SILENCE_S
     run.send(Tick())
     assert run.core.phase == "running"
-    assert of(Ended, run.send(CloseRequested())) == [Ended()]
+    assert of(RunEnded, run.send(CloseRequested())) == [RunEnded()]
 
 
 def test_a_closing_run_waits_for_the_lost_until_they_count_as_silent_and_then_ends() -> None:
     run = running("a", "b", fragments=2, every=50, budget_tokens=50)
     run.report("a", 6)
     assert run.core.phase == "closing"
-    run.send(Disconnected("a", "first"))
-    run.send(Disconnected("b", "first"))
+    run.send(StreamEnded("a", "first"))
+    run.send(StreamEnded("b", "first"))
     run.now = SILENCE_S - 0.1
     back = run.join("b", step=6, tokens=60, held=(0, 0))
     assert asked(back) == {("b", 0, 7), ("b", 1, 7)}
     run.nothing("b", 0), run.nothing("b", 1)
     assert run.core.phase == "closing"
-    assert of(Ended, run.wait(0.1)) == [Ended()]
+    assert of(RunEnded, run.wait(0.1)) == [RunEnded()]
 
 
 def test_a_run_restored_while_it_closes_hears_those_it_knew() -> None:
@@ -1416,24 +1421,24 @@ def test_a_run_restored_while_it_closes_hears_those_it_knew() -> None:
     run.report("a", 6), run.report("b", 6)
     again = run.restored()
     assert again.core.phase == "closing"
-    assert of(Ended, again.join("a", step=7, tokens=70, held=(0,))) == []
+    assert of(RunEnded, again.join("a", step=7, tokens=70, held=(0,))) == []
     assert ("b", 0, 7) in asked(again.join("b", step=7, tokens=70, held=(0,)))
     again.give("a")
     [merge] = of(Merge, again.give("b"))
-    assert [share.name for share in merge.shares] == ["a", "b"]
+    assert [share.learner for share in merge.shares] == ["a", "b"]
 
 
 def test_a_closing_run_ends_when_all_fall_silent() -> None:
     run = running("a", "b", fragments=2, every=50, budget_tokens=50, quorum=0, wait=True)
     run.report("a", 6)
-    assert of(Ended, run.wait(SILENCE_S)) == [Ended()]
+    assert of(RunEnded, run.wait(SILENCE_S)) == [RunEnded()]
 
 
 def test_a_run_can_be_closed_before_it_has_begun() -> None:
     run = Run(start_with=3)
     run.enter("a")
     actions = run.send(CloseRequested())
-    assert of(Goodbye, actions) == [Goodbye("a", "the run is over")] and of(Ended, actions) == [Ended()]
+    assert of(Goodbye, actions) == [Goodbye("a", "the run is over")] and of(RunEnded, actions) == [RunEnded()]
 
 
 def test_closing_is_asked_for_once() -> None:
@@ -1445,14 +1450,14 @@ def test_closing_is_asked_for_once() -> None:
 
 def test_who_comes_back_while_the_run_closes_is_told_to_stop_and_strangers_are_turned_away() -> None:
     run = running("a", "b", every=50, quorum=0, wait=True, budget_tokens=50)
-    run.send(Disconnected("b", "first"))
+    run.send(StreamEnded("b", "first"))
     run.report("a", 6)
     actions = run.join("b", step=5, tokens=10, held=(0,))
     assert of(StopTraining, actions) == [StopTraining("b")] and asked(actions) == {("b", 0, run.core.step + 1)}
     assert of(Goodbye, run.join("stranger")) == [Goodbye("stranger", "the run is over")]
     run.give("a")
     run.give("b")
-    assert of(Ended, run.store()) == [Ended()]
+    assert of(RunEnded, run.store()) == [RunEnded()]
 
 
 def test_after_the_end_everyone_is_turned_away() -> None:
@@ -1471,16 +1476,16 @@ def test_after_the_end_everyone_is_turned_away() -> None:
 def test_a_leaving_learner_is_asked_for_everything_and_then_let_go() -> None:
     run = running("a", "b", fragments=2, every=50, quorum=1, grace=0.0)
     run.report("a", 5), run.report("b", 5)
-    actions = run.send(Leaving("a"))
+    actions = run.send(LeaveRequested("a"))
     assert asked(actions) == {(name, fragment, 5) for name in "ab" for fragment in (0, 1)}
     for fragment in (0, 1):
         assert of(Merge, run.give("b", fragment)) == [], "one contribution would do, but this is the other one's last chance"
         [merge] = of(Merge, run.give("a", fragment))
-        assert [share.name for share in merge.shares] == ["a", "b"]
+        assert [share.learner for share in merge.shares] == ["a", "b"]
     assert of(Goodbye, run.store(0)) == []
     last = run.store(1)
     assert of(Goodbye, last) == [Goodbye("a", "left")]
-    assert of(Announce, last)[0].names == ("a", "b")
+    assert of(Announce, last)[0].learners == ("a", "b")
     assert run.core.learners["a"].phase == "gone" and run.core.phase == "running"
     assert run.core.tokens == 100, "its tokens stay counted"
 
@@ -1489,7 +1494,7 @@ def test_a_leaving_learner_is_asked_for_a_fragment_that_is_being_merged_as_soon_
     run = running("a", "b", quorum=1, grace=0.0)
     run.report("a", 4), run.report("b", 4)
     run.give("b")
-    assert asked(run.send(Leaving("a"))) == set()
+    assert asked(run.send(LeaveRequested("a"))) == set()
     actions = run.store()
     assert of(Goodbye, actions) == [] and "a" in {name for name, _, _ in asked(actions)}
 
@@ -1497,24 +1502,24 @@ def test_a_leaving_learner_is_asked_for_a_fragment_that_is_being_merged_as_soon_
 def test_a_round_that_was_open_already_waits_for_the_leaving_one_but_not_beyond_silence() -> None:
     run = running("a", "b", quorum=1, grace=0.0)
     run.report("a", 4), run.report("b", 4)
-    run.send(Leaving("a"))
+    run.send(LeaveRequested("a"))
     actions = run.give("b")
     assert of(Merge, actions) == [] and of(WakeAt, actions) == [WakeAt(SILENCE_S)]
     run.now = 9.0
     run.report("a", 4), run.report("b", 4)
     [merge] = of(Merge, run.wait(1.0))
-    assert [share.name for share in merge.shares] == ["b"]
+    assert [share.learner for share in merge.shares] == ["b"]
 
 
 def test_who_stopped_and_had_nothing_to_give_before_it_said_that_it_leaves_is_not_waited_for_in_that_round() -> None:
     run = running("a", "b", quorum=1, grace=0.0)
     run.report("a", 4), run.report("b", 4)
     run.nothing("a")
-    assert asked(run.send(Leaving("a"))) == set(), "it has answered this round"
+    assert asked(run.send(LeaveRequested("a"))) == set(), "it has answered this round"
     assert of(Merge, run.give("b")) != []
-    [question] = [ask for ask in of(Ask, run.store()) if ask.name == "a"]
-    run.give("b", step=question.step)
-    actions = run.send(NothingToGive("a", 0, question.step))
+    [question] = [ask for ask in of(Ask, run.store()) if ask.learner == "a"]
+    run.give("b", round=question.round)
+    actions = run.send(NothingToGive("a", 0, question.round))
     assert of(Merge, actions) != []
     assert of(Goodbye, actions) == [Goodbye("a", "left")]
 
@@ -1522,7 +1527,7 @@ def test_who_stopped_and_had_nothing_to_give_before_it_said_that_it_leaves_is_no
 def test_one_that_leaves_and_keeps_moving_bytes_does_not_hold_a_round_for_ever() -> None:
     run = running("a", "b", quorum=1, grace=0.0)
     run.report("a", 4), run.report("b", 4)
-    run.send(Leaving("a"))
+    run.send(LeaveRequested("a"))
     run.give("b")
     while run.core.fragments[0].round is not None and run.core.fragments[0].round.merging_since is None:
         run.now += 1.0
@@ -1534,17 +1539,17 @@ def test_saying_twice_that_it_leaves_changes_nothing() -> None:
     """A link says it again after a reconnect."""
     run = running("a", "b", quorum=0, wait=True, overlap=1)
     run.report("a", 2), run.report("b", 2)
-    run.send(Leaving("a"))
+    run.send(LeaveRequested("a"))
     before = run.whole_state()
-    assert of(Goodbye, run.send(Leaving("a"))) == []
+    assert of(Goodbye, run.send(LeaveRequested("a"))) == []
     assert run.whole_state() == before
 
 
 def test_a_leaving_learner_that_was_cut_off_is_asked_again_when_it_is_back() -> None:
     run = running("a", "b", quorum=1, every=50)
     run.report("a", 2), run.report("b", 2)
-    run.send(Leaving("a"))
-    run.send(Disconnected("a", "first"))
+    run.send(LeaveRequested("a"))
+    run.send(StreamEnded("a", "first"))
     back = run.join("a", step=2, tokens=20, held=(0,))
     assert of(Goodbye, back) == [] and "a" in {name for name, _, _ in asked(back)}
 
@@ -1553,7 +1558,7 @@ def test_a_leaving_learner_is_not_asked_for_the_turns_of_the_others() -> None:
     """Or with short turns and long ways some round would always have it, and it would never get away."""
     run = running("a", "b", fragments=2, every=4, quorum=1, grace=0.0)
     run.report("a", 4), run.report("b", 4)
-    run.send(Leaving("a"))
+    run.send(LeaveRequested("a"))
     run.give("b", 0), run.give("a", 0), run.store(0)
     # One more round takes what it did after that answer; then it is done with the fragment, whatever the others do.
     run.nothing("a", 0), run.give("b", 0), run.store(0)
@@ -1566,16 +1571,16 @@ def test_leaving_a_run_that_closes_or_has_ended_opens_no_further_rounds() -> Non
     run.report("a", 2), run.report("b", 2)
     run.send(CloseRequested())
     run.give("a", 0), run.give("b", 0), run.store(0)
-    assert asked(run.send(Leaving("a"))) == set()
+    assert asked(run.send(LeaveRequested("a"))) == set()
     run.give("a", 1), run.give("b", 1), run.store(1)
     assert run.core.phase == "ended"
-    assert asked(run.send(Leaving("b"))) == set()
+    assert asked(run.send(LeaveRequested("b"))) == set()
     assert all(fragment.round is None for fragment in run.core.fragments)
 
 
 def test_a_leaving_learner_with_nothing_to_give_goes_at_once() -> None:
     run = running("a", fragments=2)
-    run.send(Leaving("a"))
+    run.send(LeaveRequested("a"))
     run.nothing("a", 0)
     assert of(Goodbye, run.nothing("a", 1)) == [Goodbye("a", "left")]
 
@@ -1583,15 +1588,15 @@ def test_a_leaving_learner_with_nothing_to_give_goes_at_once() -> None:
 def test_one_that_never_began_may_just_go() -> None:
     run = Run(start_with=2)
     run.enter("a")
-    assert of(Goodbye, run.send(Leaving("a"))) == [Goodbye("a", "left")]
+    assert of(Goodbye, run.send(LeaveRequested("a"))) == [Goodbye("a", "left")]
     run.enter("b")
     assert run.core.phase == "gathering"
-    assert of(Goodbye, run.send(Leaving("unknown"))) == [Goodbye("unknown", "left")]
+    assert of(Goodbye, run.send(LeaveRequested("unknown"))) == [Goodbye("unknown", "left")]
 
 
 def test_after_all_have_left_a_new_one_takes_the_run_up() -> None:
     run = running("a")
-    run.send(Leaving("a")), run.nothing("a")
+    run.send(LeaveRequested("a")), run.nothing("a")
     assert run.core.learners["a"].phase == "gone"
     [welcome] = of(Welcome, run.join("b"))
     assert welcome.slot == 0
@@ -1649,16 +1654,16 @@ class World:
         return core.tokens, core.step, PHASES.index(core.phase), [fragment.version for fragment in core.fragments]
 
     def _durable(self) -> tuple[Standing, list[FragmentProgress]]:
-        stored = [FragmentProgress(f.version, f.merged_step, dict(f.counted)) for f in self.core.fragments]
+        stored = [FragmentProgress(f.version, f.merged_round, dict(f.counted)) for f in self.core.fragments]
         return self.core.standing(), stored
 
     def apply(self, event: Event) -> list[Action]:
         stored = event.fragment if isinstance(event, Stored) else None
-        actions = self.core.handle(event, self.now)
+        actions = self.core.handle(event, self.now).actions
         for action in actions:
             if isinstance(action, Welcome):
-                self.peers[action.name].connected = True  # a goodbye before this is for the old stream
-                self.peers[action.name].answered.clear()
+                self.peers[action.learner].connected = True  # a goodbye before this is for the old stream
+                self.peers[action.learner].answered.clear()
                 slots = [self.core.learners[name].slot for name in self.connected()]
                 assert len(set(slots)) == len(slots), "no two live learners have one slot"
             self._see(action)
@@ -1677,27 +1682,27 @@ class World:
 
     def _see(self, action: Action) -> None:
         if isinstance(action, Goodbye):
-            self.peers[action.name].connected = False
-            self.peers[action.name].questions.clear()
+            self.peers[action.learner].connected = False
+            self.peers[action.learner].questions.clear()
         elif isinstance(action, Ask):
             assert self.core.phase != "ended"
-            self.asked[action.fragment].add((action.step, action.name))
-            peer = self.peers[action.name]
+            self.asked[action.fragment].add((action.round, action.learner))
+            peer = self.peers[action.learner]
             if peer.connected:
-                again = peer.answered.get(action.fragment) == action.step
+                again = peer.answered.get(action.fragment) == action.round
                 assert action.anew or not again, "nobody waits for a second answer in one round, unless the first was lost"
                 peer.questions[action.fragment] = action
         elif isinstance(action, Announce):
             assert action.version == self.core.fragments[action.fragment].version, "only what is stored is announced"
-            for name, upto in counted(action).items():
+            for name, at_step in counted(action).items():
                 own = self.credit.get((name, self.peers[name].session, action.fragment), 0)
-                assert upto == own, "each hears which of its own steps are part of it"
+                assert at_step == own, "each hears which of its own steps are part of it"
         elif isinstance(action, Merge):
             assert self.core.phase != "ended" and action.fragment not in self.ordered
             assert action.version == self.core.fragments[action.fragment].version + 1
             assert action.shares and 0 < action.presence <= 1
             for share in action.shares:
-                assert (action.step, share.name) in self.asked[action.fragment], "only those who were asked are merged"
+                assert (action.round, share.learner) in self.asked[action.fragment], "only those who were asked are merged"
                 assert share.weight > 0 and share.base < action.version
             self.ordered[action.fragment] = action
             self.standings[action.fragment] = self.core.standing()
@@ -1727,12 +1732,12 @@ class World:
 
     def _count(self, order: Merge) -> None:
         for share in order.shares:
-            session, upto = self.givers[order.fragment, share.name]
-            self.merged[share.name, session, order.fragment, share.base] += 1
-            self.credit[share.name, session, order.fragment] = upto
-            known = self.standings[order.fragment].sessions.get(share.name)
+            session, at_step = self.givers[order.fragment, share.learner]
+            self.merged[share.learner, session, order.fragment, share.base] += 1
+            self.credit[share.learner, session, order.fragment] = at_step
+            known = self.standings[order.fragment].sessions.get(share.learner)
             if known is not None:
-                self.rows[order.fragment][share.name] = (share.session, Counted(order.version, share.upto))
+                self.rows[order.fragment][share.learner] = (share.session, Counted(order.version, share.at_step))
         self.asked[order.fragment].clear()
 
     def connected(self) -> list[str]:
@@ -1751,18 +1756,18 @@ class World:
 
     def start(self, name: str) -> None:
         self.peers[name] = Peer(self.peers[name].session + 1)
-        self.apply(Joined(name, str(self.peers[name].session), 0, 0, ()))
+        self.apply(Hello(name, str(self.peers[name].session), 0, 0, ()))
 
     def reconnect(self, name: str) -> None:
         peer = self.peers[name]
-        self.apply(Joined(name, str(peer.session), peer.step, peer.tokens, peer.held))
+        self.apply(Hello(name, str(peer.session), peer.step, peer.tokens, peer.held))
 
     def haunt(self, name: str) -> None:
         """A process whose place was taken, and that has not heard of it, connects again."""
         learner = self.core.learners.get(name)
         if learner is not None and learner.retired:
             session, tokens = learner.session, self.core.tokens
-            actions = self.apply(Joined(name, learner.retired[-1], learner.step, 10_000, self.peers[name].held))
+            actions = self.apply(Hello(name, learner.retired[-1], learner.step, 10_000, self.peers[name].held))
             assert of(Welcome, actions) == [] and "refused" in recorded(actions)
             assert (self.core.learners[name].session, self.core.tokens) == (session, tokens)
 
@@ -1780,21 +1785,21 @@ class World:
     def answer(self, name: str, index: int, behind: int = 0) -> None:
         question = self.peers[name].questions.pop(index)
         base = max(self.core.fragments[index].version - behind, 0)
-        offer = Contributed(name, index, question.step, base, 2, 20, self.peers[name].step)
+        offer = Contributed(name, index, question.round, base, 2, 20, self.peers[name].step)
         if base < question.min_base:
             assert self.core.why_refused(offer) is not None, "what was not asked for is not taken"
         self.offer(offer)
 
     def answer_with_nothing(self, name: str, index: int) -> None:
         question = self.peers[name].questions.pop(index)
-        self.peers[name].answered[index] = question.step
-        self.apply(NothingToGive(name, index, question.step))
+        self.peers[name].answered[index] = question.round
+        self.apply(NothingToGive(name, index, question.round))
 
     def offer(self, offer: Contributed) -> None:
         refused = self.core.why_refused(offer) is not None
         if not refused:
-            self.givers[offer.fragment, offer.name] = (self.peers[offer.name].session, offer.upto)
-            self.peers[offer.name].answered[offer.fragment] = offer.step
+            self.givers[offer.fragment, offer.learner] = (self.peers[offer.learner].session, offer.at_step)
+            self.peers[offer.learner].answered[offer.fragment] = offer.round
         assert ("refused" in recorded(self.apply(offer))) == refused
 
     def lose_data(self, index: int) -> None:
@@ -1807,7 +1812,7 @@ class World:
     def lose(self, name: str) -> None:
         self.peers[name].connected = False
         self.peers[name].questions.clear()
-        self.apply(Disconnected(name, str(self.peers[name].session)))
+        self.apply(StreamEnded(name, str(self.peers[name].session)))
 
     # ---- what the store and the clock do
 
@@ -1838,7 +1843,7 @@ class World:
         if durable and self.ordered:
             index, order = min(self.ordered.items())
             stored[index].version = order.version
-            stored[index].merged_step = order.step
+            stored[index].merged_round = order.round
             standing = self.standings[index]
             self._count(order)
         for index, fragment in enumerate(stored):
@@ -1937,7 +1942,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.world.connected())
     @rule(data=st.data())
     def one_leaves(self, data: st.DataObject) -> None:
-        self.world.apply(Leaving(data.draw(st.sampled_from(self.world.connected()))))
+        self.world.apply(LeaveRequested(data.draw(st.sampled_from(self.world.connected()))))
 
     @precondition(lambda self: self.world.connected())
     @rule(data=st.data())
@@ -2042,7 +2047,7 @@ def _live(world: World, rng: random.Random) -> None:
     elif kind == "serve_again":
         world.serve_again(rng.randrange(world.sync.fragments))
     elif kind == "leave" and (names := world.connected()):
-        world.apply(Leaving(rng.choice(names)))
+        world.apply(LeaveRequested(rng.choice(names)))
     elif kind == "crash":
         world.crash(rng.random() < 0.5)
 
@@ -2050,7 +2055,7 @@ def _live(world: World, rng: random.Random) -> None:
 def test_who_had_nothing_to_give_is_not_waited_for_again_in_the_same_round() -> None:
     run = running("a", "b", quorum=0, wait=True, overlap=0, every=4)
     run.report("a", 3), run.report("b", 3)
-    run.send(Leaving("b"))  # round 3
+    run.send(LeaveRequested("b"))  # round 3
     run.nothing("a")  # it waits for another fragment and has no progress on this one
     run.report("a", 4)  # due again
     gathering = run.core.fragments[0].round
@@ -2061,14 +2066,14 @@ def test_no_two_rounds_of_a_fragment_have_one_number() -> None:
     run = running("a", "b", "c", quorum=0, wait=True, overlap=0, every=50)
     for name in "abc":
         run.report(name, 5)
-    run.send(Leaving("a"))
+    run.send(LeaveRequested("a"))
     first = run.core.fragments[0].round
     assert first is not None
     for name in "abc":
         run.nothing(name)
-    run.send(Leaving("b"))
+    run.send(LeaveRequested("b"))
     second = run.core.fragments[0].round
-    assert second is not None and second.step != first.step
+    assert second is not None and second.number != first.number
 
 
 def test_a_turn_that_falls_into_an_open_round_does_not_get_a_round_of_its_own_too() -> None:
@@ -2096,7 +2101,7 @@ def test_a_closing_run_ends_though_the_only_one_asked_is_heard_and_never_answers
 
 def test_a_slot_is_kept_over_a_restart_of_the_syncer() -> None:
     run = running("a", "b")
-    run.send(Leaving("a")), run.nothing("a"), run.nothing("b")
+    run.send(LeaveRequested("a")), run.nothing("a"), run.nothing("b")
     assert run.core.learners["a"].phase == "gone"
     run.enter("c")
     assert run.core.learners["c"].slot == 0
@@ -2109,37 +2114,37 @@ def test_a_slot_is_kept_over_a_restart_of_the_syncer() -> None:
 def test_one_that_comes_back_while_the_last_round_gathers_is_asked_as_well() -> None:
     run = running("a", "b", every=50)
     run.report("a", 6), run.report("b", 6)
-    run.send(Disconnected("b", "first"))
+    run.send(StreamEnded("b", "first"))
     run.now = SILENCE_S
     run.report("a", 7)
     run.send(CloseRequested())  # the last round asks a alone
     back = run.join("b", step=9, tokens=90, held=(0,))
-    assert [(ask.name, ask.step) for ask in of(Ask, back)] == [("b", 8)]
+    assert [(ask.learner, ask.round) for ask in of(Ask, back)] == [("b", 8)]
     assert of(Merge, run.give("a")) == [], "it is waited for like everyone in the last round"
 
 
 def test_what_a_leaving_island_did_after_an_answer_that_was_under_way_is_asked_for() -> None:
     run = running("a", "b", quorum=1, grace=0.0)
     run.report("a", 4), run.report("b", 4)
-    offer = run.offer("a", upto=4)  # taken at step 4, on its way
+    offer = run.offer("a", at_step=4)  # taken at step 4, on its way
     run.report("a", 6)
-    run.send(Leaving("a"))
+    run.send(LeaveRequested("a"))
     run.send(offer)
     actions = run.store()
-    assert of(Goodbye, actions) == [] and "a" in {ask.name for ask in of(Ask, actions)}
-    [question] = [ask for ask in of(Ask, actions) if ask.name == "a"]
-    last = run.send(NothingToGive("a", 0, question.step))
+    assert of(Goodbye, actions) == [] and "a" in {ask.learner for ask in of(Ask, actions)}
+    [question] = [ask for ask in of(Ask, actions) if ask.learner == "a"]
+    last = run.send(NothingToGive("a", 0, question.round))
     assert of(Goodbye, last) == [Goodbye("a", "left")]
 
 
 def test_a_restored_run_does_not_credit_what_an_old_process_gave_to_the_one_that_took_its_place() -> None:
     run = running("a", "b", quorum=2)
     run.report("a", 4), run.report("b", 4)
-    run.give("a", upto=4)
-    [order] = of(Merge, run.give("b", upto=4))
+    run.give("a", at_step=4)
+    [order] = of(Merge, run.give("b", at_step=4))
     run.join("a", "second"), run.send(Ready("a"))  # while the merge is computed
     run.store()
-    assert run.core.fragments[0].counted_upto("a") == 0
+    assert run.core.fragments[0].counted_step("a") == 0
     # The store keeps a count only for the session that gave it.
     assert [share.session for share in order.shares] == ["first", "first"]
     assert run.core.standing().sessions["a"][0] == "second"
@@ -2148,7 +2153,7 @@ def test_a_restored_run_does_not_credit_what_an_old_process_gave_to_the_one_that
 def test_a_restored_run_turns_away_one_whose_place_was_taken_though_the_new_one_had_not_begun() -> None:
     run = running("a", "b", quorum=1)
     run.report("a", 4), run.report("b", 4)
-    run.give("b", upto=4), run.store()
+    run.give("b", at_step=4), run.store()
     run.join("a", "second")  # it fetches what there is
     again: Run = run.restored()
     assert of(Welcome, again.join("a", "first", step=6, tokens=60, held=(0,))) == []
@@ -2162,22 +2167,22 @@ def test_a_round_whose_answers_were_lost_keeps_its_number_whoever_declined_an_ea
     run.report("a", 4)
     run.nothing("a")
     [asked] = of(Ask, run.report("a", 8))
-    assert asked.step == 8
+    assert asked.round == 8
     run.send(FragmentsAway((0,)))
     [again] = of(Ask, run.send(FragmentsBack((0,))))
-    assert (again.step, again.anew) == (8, True), "in lock-step it waits at step 8, and could not answer a later round"
+    assert (again.round, again.anew) == (8, True), "in lock-step it waits at step 8, and could not answer a later round"
 
 
 def test_a_round_that_is_tried_again_after_a_later_one_was_lost_too_is_asked_for_anew(monkeypatch) -> None:
     """When H grows, the turn that was last due may be an earlier one than before."""
     run = running("a", "b", quorum=2, every=4)
     run.report("a", 4), run.report("b", 4)
-    run.give("a", upto=4)
+    run.give("a", at_step=4)
     run.send(FragmentsAway((0,)))
     run.report("a", 8), run.report("b", 8)
     later = of(Ask, run.send(FragmentsBack((0,))))
-    assert {ask.step for ask in later} == {8}
+    assert {ask.round for ask in later} == {8}
     run.send(FragmentsAway((0,)))
-    monkeypatch.setattr(type(run.core.schedule), "last_due", lambda schedule, index, step: 4)
+    monkeypatch.setattr(type(run.core.run.schedule), "last_due", lambda schedule, index, step: 4)
     again = of(Ask, run.send(FragmentsBack((0,))))
-    assert {(ask.name, ask.step, ask.anew) for ask in again} == {("a", 4, True), ("b", 4, True)}
+    assert {(ask.learner, ask.round, ask.anew) for ask in again} == {("a", 4, True), ("b", 4, True)}

@@ -27,11 +27,13 @@ from skerry.checksum import checksum
 from skerry.clock import SystemClock
 from skerry.config import SyncConfig
 from skerry.core import messages as m
+from skerry.core.records import PartRestarted
 from skerry.core.syncer import SyncerCore
 from skerry.errors import ConfigError, JoinRefused, StoreError, WireError
-from skerry.syncer.metrics_log import Diary
-from skerry.syncer.rpc.uploads import LANE_QUEUE
-from skerry.syncer.server import SyncerServer, run_syncer
+from skerry.syncer.metrics_log import MetricsLog
+from skerry.syncer.process import run_syncer
+from skerry.syncer.rpc.bulk import STREAM_QUEUE
+from skerry.syncer.server import SyncerServer
 from skerry.syncer.storage.run_folder import read_identity, read_model
 from skerry.syncer.storage.store import RunStore
 from skerry.tensors.codecs import codec as codecs
@@ -74,8 +76,8 @@ def test_what_a_syncer_was_told_is_on_its_tape_when_it_has_answered(run_folder: 
     """Who tells it of a fault may kill it next."""
     address = start_syncer(run_folder).address
     for number in range(20):
-        tell(address, None, "fault", {"number": number})
-        assert [entry["number"] for entry in tape(run_folder, "fault")] == list(range(number + 1))
+        tell(address, None, PartRestarted("island-0", number))
+        assert [entry["pid"] for entry in tape(run_folder, "part_restarted")] == list(range(number + 1))
 
 
 def test_another_protocol_version_is_refused_and_both_versions_named(run_folder: Path, start_syncer) -> None:
@@ -235,7 +237,7 @@ BAD_UPLOADS: dict[str, tuple[BadUpload, str]] = {
     "unknown codec": (with_header(codec="zip"), "contributions are bf16, got 'zip'"),
     "declared too small": (with_header(size_bytes=2), "2 declared"),
     "declared huge": (with_header(size_bytes=1 << 60), f"{1 << 60} declared"),
-    "no such round": (with_header(step=99), "no round 99 is open"),
+    "no such round": (with_header(round=99), "no round 99 is open"),
     "future base": (with_header(base=7), "base version 7 of fragment 0 does not exist"),
     "unknown fragment": (with_header(fragment=77), "there is no fragment 77"),
     "the fixed part": (with_header(fragment=FRAGMENTS), f"there is no fragment {FRAGMENTS}"),
@@ -291,7 +293,7 @@ def test_progress_no_merge_could_digest_is_refused_and_not_waited_for(run_folder
         raw.report(2)
         while (again := (await raw.receive("ask")).ask).fragment != ask.fragment:
             pass
-        assert again.step == 2
+        assert again.round == 2
         assert_same(read_model(run_folder), before)
         assert (await raw.give(again)).accepted
         await raw.receive("announce")
@@ -299,7 +301,7 @@ def test_progress_no_merge_could_digest_is_refused_and_not_waited_for(run_folder
     play(syncer.address, scenario)
     syncer.stop()
     [unhealthy] = tape(run_folder, "unhealthy")
-    assert unhealthy["learner"] == "raw" and tape(run_folder, "cancelled")[0] == {"fragment": unhealthy["fragment"], "step": 1}
+    assert unhealthy["learner"] == "raw" and tape(run_folder, "cancelled")[0] == {"fragment": unhealthy["fragment"], "round": 1}
 
 
 def test_a_learner_that_keeps_sending_nonsense_is_put_in_quarantine_and_comes_out(pair_folder: Path, start_syncer) -> None:
@@ -323,7 +325,8 @@ def test_a_learner_that_keeps_sending_nonsense_is_put_in_quarantine_and_comes_ou
 
     play_pair(syncer.address, scenario)
     syncer.stop()
-    merged = [{share["name"] for share in entry["shares"]} for entry in tape(pair_folder, "merged") if entry["fragment"] == 0]
+    first = [entry for entry in tape(pair_folder, "merged") if entry["fragment"] == 0]
+    merged = [{share["learner"] for share in entry["shares"]} for entry in first]
     both, alone = {"left", "right"}, {"left"}
     assert merged[:8] == [both, alone, alone, alone, alone, alone, both, both]
     assert [entry["learner"] for entry in tape(pair_folder, "unhealthy")] == ["right"] * 3
@@ -379,7 +382,7 @@ def test_a_model_that_diverges_is_put_back_and_the_run_goes_on(tmp_path: Path, s
         # Progress from before is refused, and from the restored versions it counts.
         raw.report(step + 1, loss=2.0)
         ask = (await raw.receive("ask")).ask
-        while ask.step <= step:
+        while ask.round <= step:
             ask = (await raw.receive("ask")).ask
         assert ask.min_base >= min(entry["version"] for entry in tape(folder, "restored"))
         assert (await raw.give(ask)).accepted
@@ -422,7 +425,7 @@ def test_a_report_with_impossible_numbers_is_passed_over(pair_folder: Path, star
     play_pair(syncer.address, scenario)
     syncer.stop()
     assert tape(pair_folder, "refused")[0] == {"learner": "right", "reason": "a report with impossible numbers"}
-    assert tape(pair_folder, "merged")[0]["step"] == 1
+    assert tape(pair_folder, "merged")[0]["round"] == 1
 
 
 def test_an_upload_larger_than_any_message_may_be_is_cut_off(run_folder: Path, start_syncer) -> None:
@@ -477,7 +480,7 @@ async def both_asked(left: RawLearner, right: RawLearner, step: int, fragment: i
     for raw in (left, right):
         raw.report(step)
     for raw in (left, right):
-        while (ask := (await raw.receive("ask")).ask).fragment != fragment or ask.step != step:
+        while (ask := (await raw.receive("ask")).ask).fragment != fragment or ask.round != step:
             pass
         asks.append(ask)
     return asks[0], asks[1]
@@ -502,7 +505,7 @@ def test_a_second_answer_to_the_same_question_is_a_duplicate_and_counts_once(pai
     play_pair(syncer.address, scenario)
     syncer.stop()
     [merged] = tape(pair_folder, "merged")
-    assert [share["name"] for share in merged["shares"]] == ["left", "right"]
+    assert [share["learner"] for share in merged["shares"]] == ["left", "right"]
     assert [refused["reason"] for refused in tape(pair_folder, "refused")] == [
         "duplicate: left has answered round 1 of fragment 0"
     ]
@@ -540,13 +543,13 @@ def test_a_learner_that_was_not_asked_is_not_merged(run_folder: Path, start_sync
             await late.join()
             reply = await late.give(ask)
             assert not reply.accepted
-            assert reply.reason == f"late was not asked for fragment {ask.fragment} in round {ask.step}"
+            assert reply.reason == f"late was not asked for fragment {ask.fragment} in round {ask.round}"
         assert (await raw.give(ask)).accepted
         await raw.receive("announce")
 
     play(syncer.address, scenario)
     syncer.stop()
-    assert all(share["name"] == "raw" for merged in tape(run_folder, "merged") for share in merged["shares"])
+    assert all(share["learner"] == "raw" for merged in tape(run_folder, "merged") for share in merged["shares"])
 
 
 def test_a_learner_that_has_not_begun_cannot_contribute(tmp_path: Path, start_syncer) -> None:
@@ -555,7 +558,7 @@ def test_a_learner_that_has_not_begun_cannot_contribute(tmp_path: Path, start_sy
     async def scenario(raw: RawLearner) -> str:
         raw.send(hello=raw.hello())
         await raw.receive("welcome")
-        return (await raw.give(pb.Ask(fragment=0, step=1))).reason
+        return (await raw.give(pb.Ask(fragment=0, round=1))).reason
 
     assert play(start_syncer(folder).address, scenario) == "raw is not in the run"
 
@@ -677,7 +680,7 @@ def test_one_lane_serves_many_transfers_and_survives_refusals(run_folder: Path, 
             await lane.write(pb.BulkToSyncer(chunk=b"and more"))
             assert "contributions are bf16" in (await lane.read()).reply.reason
             await lane.write(pb.BulkToSyncer(upload=header, chunk=data))
-            assert (await lane.read()).reply == pb.UploadReply(fragment=ask.fragment, step=ask.step, accepted=True)
+            assert (await lane.read()).reply == pb.UploadReply(fragment=ask.fragment, round=ask.round, accepted=True)
             await raw.receive("announce")
             # Answers to fetches come in the order they were asked in, whatever the answer is.
             for fragment, version in [(ask.fragment, 1), (9, 0), (ask.fragment, 0), (ask.fragment, 1)]:
@@ -732,14 +735,14 @@ def test_a_learner_that_asks_and_never_reads_is_not_read_from_either(run_folder:
                 await asyncio.Event().wait()
 
         serving = asyncio.ensure_future(server.bulk(without_end(), Deaf()))
-        for _ in range(100 * LANE_QUEUE):
+        for _ in range(100 * STREAM_QUEUE):
             await asyncio.sleep(0)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         await server.close()
         return asked
 
-    assert LANE_QUEUE <= asyncio.run(main()) <= LANE_QUEUE + 2
+    assert STREAM_QUEUE <= asyncio.run(main()) <= STREAM_QUEUE + 2
 
 
 # ---------------------------------------------------------------- who is connected
@@ -789,7 +792,7 @@ def test_an_unexpected_message_is_written_down_and_the_stream_goes_on(run_folder
         await raw.join()
         raw.send(hello=raw.hello())
         raw.send()
-        raw.send(nothing=pb.NothingToGive(fragment=4_000_000_000, step=1))
+        raw.send(nothing=pb.NothingToGive(fragment=4_000_000_000, round=1))
         assert (await raw.give(await raw.next_ask())).accepted
 
     play(syncer.address, scenario)
@@ -956,19 +959,19 @@ def test_a_syncer_on_a_full_disk_can_be_stopped_while_its_run_closes(run_folder:
 
 def test_one_that_is_gone_is_written_down_until_nothing_of_it_changes(tmp_path: Path) -> None:
     core = SyncerCore(SYNC, FRAGMENTS)
-    diary = Diary(tmp_path, SystemClock())
-    for event in (m.Joined("a", "one", 0, 0, ()), m.Ready("a"), m.Reported("a", 3, 30, 0.1), m.Leaving("a")):
+    log = MetricsLog(tmp_path, SystemClock())
+    for event in (m.Hello("a", "one", 0, 0, ()), m.Ready("a"), m.Reported("a", 3, 30, 0.1), m.LeaveRequested("a")):
         core.handle(event, 0.0)
-    diary.summary(core, {})
+    log.summary(core, {})
     for fragment in range(FRAGMENTS):
         core.handle(m.NothingToGive("a", fragment, 3), 1.0)
     for _ in range(3):
-        diary.summary(core, {})
-    core.handle(m.Joined("a", "two", 0, 0, ()), 2.0)
+        log.summary(core, {})
+    core.handle(m.Hello("a", "two", 0, 0, ()), 2.0)
     core.handle(m.Ready("a"), 2.0)
     for _ in range(3):
-        diary.summary(core, {})
-    diary.close()
+        log.summary(core, {})
+    log.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     states = [record["state"] for record in records if record["kind"] == "island"]
     assert states == ["training", "left", "training", "training", "training"]

@@ -187,7 +187,7 @@ class Skerry(Driver):
     def kept(self, index: int, since: float, until: float) -> float:
         steps = self.logs[index].steps(since, until)
         merges = [entry for at, entry in self._tape("merged") if since <= at <= until]
-        given = [share["steps"] for merge in merges for share in merge["shares"] if share["name"] == replica_name(index)]
+        given = [share["steps"] for merge in merges for share in merge["shares"] if share["learner"] == replica_name(index)]
         return min(1.0, sum(given) / job_config().sync.fragments / len(steps)) if steps else 0.0
 
     def accused(self) -> str:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from skerry.config import BeginConfig, SyncConfig
     from skerry.launch.serve import create, serve
-    from skerry.learner.learner import Learner, join
+    from skerry.learner.join import join
+    from skerry.learner.learner import Learner
     from skerry.wire.channel import TLS
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "join": "skerry.learner.learner",
+    "join": "skerry.learner.join",
     "Learner": "skerry.learner.learner",
     "create": "skerry.launch.serve",
     "serve": "skerry.launch.serve",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skerry.config import Config, from_json
+from skerry.core.schema import TapeRecord
 from skerry.errors import JoinRefused, WireError
 from skerry.wire import calls
 from skerry.wire import skerry_pb2 as pb
@@ -48,10 +49,10 @@ def take_snapshot(address: str, tls: TLS | None, timeout_s: float = 600.0) -> di
     return facts
 
 
-def tell(address: str, tls: TLS | None, kind: str, data: dict[str, Any], timeout_s: float = 10.0) -> None:
+def tell(address: str, tls: TLS | None, record: TapeRecord, timeout_s: float = 10.0) -> None:
     """Put something that was done to the run from outside on its tape."""
     run_id = describe(address, tls, timeout_s).run_id
-    request = pb.TellRequest(run_id=run_id, kind=kind, data_json=json.dumps(data))
+    request = pb.TellRequest(run_id=run_id, kind=record.kind, data_json=json.dumps(record.to_json()))
     _call(address, tls, lambda stub: stub.tell, request, timeout_s)
 
 

@@ -266,10 +266,10 @@ def _merging_part(name: str, run: Path) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    from skerry.syncer.storage.recovery import recover_identity
+    from skerry.syncer.storage.run_folder import find_identity
 
     # Merges run side by side, and to wake a second thread takes as long as it saves where fragments are small.
-    largest = max(fragment.numel for fragment in recover_identity(run)[0].layout.fragments)
+    largest = max(fragment.numel for fragment in find_identity(run)[0].layout.fragments)
     torch.set_num_threads(max(1, min(MOST_MERGE_THREADS, cores() // 4)) if largest >= LARGE_NUMEL else 1)
 
 
@@ -287,15 +287,15 @@ def _syncer(options: argparse.Namespace) -> None:
     _merging_part("syncer", options.run)
     import asyncio
 
-    from skerry.chaos.inflicted import Inflicted, attach_to_syncer
-    from skerry.syncer.server import run_syncer
+    from skerry.chaos.inflicted import FaultyDisk, Inflicted, WatchfulClock
+    from skerry.durable import DISK
+    from skerry.syncer.process import run_syncer
     from skerry.syncer.storage.store import RunStore
 
-    if (inflicted := Inflicted.here("syncer")) is not None:
-        attach_to_syncer(inflicted)
+    inflicted = Inflicted.here("syncer")
     if options.shards < 0:
         raise ConfigError(f"--shards must be >= 0, got {options.shards}")
-    store = RunStore(options.run)
+    store = RunStore(options.run, FaultyDisk(inflicted) if inflicted is not None else DISK)
 
     async def serve() -> None:
         host = options.address.rpartition(":")[0]
@@ -312,6 +312,7 @@ def _syncer(options: argparse.Namespace) -> None:
             on_listening=listening,
             stop=_stopped_by_signal(),
             shards=options.shards,
+            clock=WatchfulClock(inflicted) if inflicted is not None else None,
         )
         if not ended:
             print("stopped; the run goes on when a syncer is started on this folder again")
@@ -387,7 +388,6 @@ def _learner(options: argparse.Namespace) -> None:
     config = dataclasses.replace(config, islands=islands)
     name = options.name or f"{socket.gethostname()}-{os.getpid()}"
     inflicted = Inflicted.here(name)
-    on_joined = inflicted.attach if inflicted is not None else None
     run_island(
         options.address,
         name,
@@ -396,8 +396,7 @@ def _learner(options: argparse.Namespace) -> None:
         keep=options.keep,
         region=options.region,
         cap_mbit=options.cap_mbit,
-        clock=inflicted,
-        on_joined=on_joined,
+        seams=inflicted.seams() if inflicted is not None else None,
     )
 
 
@@ -442,7 +441,7 @@ def _snapshot(options: argparse.Namespace) -> None:
 
 
 def _restore(options: argparse.Namespace) -> None:
-    from skerry.syncer.storage.snapshots import newest_complete, restore
+    from skerry.syncer.storage.restore import newest_complete, restore
 
     if options.islands < 0:
         raise ConfigError(f"--islands must be at least 1, got {options.islands}")
@@ -558,7 +557,7 @@ def _replay(options: argparse.Namespace) -> None:
     for merged in replay.run(wanted):
         if time.monotonic() - said >= 5.0:
             said = time.monotonic()
-            print(f"{replay.done} of {wanted} outer steps, now in round {merged.data['step']}", flush=True)
+            print(f"{replay.done} of {wanted} outer steps, now in round {merged.merge.round}", flush=True)
     if options.write is not None:
         save_model(options.write, replay.model())
         print(f"wrote {options.write}")

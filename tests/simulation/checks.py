@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from google.protobuf.message import Message
 
+from skerry.core import records
+from skerry.core.schema import TapeRecord
 from skerry.observe.ledger import audit_run
-from skerry.syncer.storage.run_folder import read_tape, read_version
+from skerry.syncer.storage.run_folder import read_tape
 from skerry.syncer.storage.store import Written
+from skerry.syncer.storage.version_file import read_version
 from skerry.tensors.codecs.codec import Codec, byte_tensor
 from skerry.tensors.codecs.per_tensor import fragment_codec
 from skerry.wire import skerry_pb2 as pb
@@ -71,10 +74,10 @@ class Checks:
                 ask = message.ask
                 if ask.anew:  # the first was lost
                     self._answered.pop((session, ask.fragment), None)
-                elif self._answered.get((session, ask.fragment)) == ask.step:
-                    self.fail(f"round {ask.step} of fragment {ask.fragment} waits for a second answer of one learner")
+                elif self._answered.get((session, ask.fragment)) == ask.round:
+                    self.fail(f"round {ask.round} of fragment {ask.fragment} waits for a second answer of one learner")
         elif isinstance(message, pb.BulkToLearner) and message.HasField("reply") and message.reply.accepted:
-            self._answered[session, message.reply.fragment] = message.reply.step
+            self._answered[session, message.reply.fragment] = message.reply.round
 
     def _announced(self, fragment: int, version: int) -> None:
         if version < self._newest[fragment]:
@@ -115,13 +118,13 @@ class Checks:
 
     def given(self, session: str, message: Message) -> None:
         if isinstance(message, pb.ToSyncer) and message.HasField("nothing"):
-            self._answered[session, message.nothing.fragment] = message.nothing.step
+            self._answered[session, message.nothing.fragment] = message.nothing.round
 
     def taken(self, session: str, header: pb.Upload, data: bytes) -> None:
         """The syncer has all of a contribution."""
         numel = self._values[header.fragment, header.base].numel()
         delta = self._codec(header.codec, header.fragment).decode(byte_tensor(memoryview(data)), numel)
-        self._uploads[session, header.fragment, header.upto] = delta.double().numpy()
+        self._uploads[session, header.fragment, header.at_step] = delta.double().numpy()
 
     # ------------------------------------------------------------ on the tape
 
@@ -134,7 +137,7 @@ class Checks:
             database.close()
         merges = [json.loads(data) for (data,) in rows]
         self.merges = len(merges)
-        self.history = [(merge["fragment"], merge["version"], merge["step"], merge["shares"]) for merge in merges]
+        self.history = [(merge["fragment"], merge["version"], merge["round"], merge["shares"]) for merge in merges]
         for fragment, newest in enumerate(self._newest):
             if found[fragment] < newest:
                 self.fail(f"fragment {fragment}: version {newest} was announced and is lost")
@@ -147,7 +150,7 @@ class Checks:
             if merge["version"] != numbers[fragment]:
                 self.fail(f"fragment {fragment}: version {merge['version']} on the tape after {numbers[fragment] - 1}")
             for share in merge["shares"]:
-                covered[share["session"], fragment].append((share["upto"] - share["steps"], share["upto"]))
+                covered[share["session"], fragment].append((share["at_step"] - share["steps"], share["at_step"]))
                 self._check_share(share)
             self._check_values(merge)
         for (session, fragment), spans in covered.items():
@@ -163,11 +166,12 @@ class Checks:
             self.fail(f"the ledger does not add up: {what}")
         written: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
 
-        def see(kind: str, data: dict[str, Any]) -> None:
-            for place in range(data["count"]):
-                written[data["session"]][data["position"] + place] = (data["pool"], data["start"] + place)
+        def see(record: TapeRecord) -> None:
+            assert isinstance(record, records.Leased)
+            for place in range(record.count):
+                written[record.session][record.position + place] = (record.pool, record.start + place)
 
-        read_tape(folder, ["leased"], see)
+        read_tape(folder, [records.Leased], see)
         for (session, position), (pool, start, count) in self._told.items():
             for place in range(count):
                 if written[session].get(position + place) != (pool, start + place):
@@ -184,7 +188,7 @@ class Checks:
         before, after = self._values.get((fragment, version - 1)), self._values.get((fragment, version))
         if self._world.sync.publish != "fp32":
             return
-        deltas = [self._uploads.get((share["session"], fragment, share["upto"])) for share in merge["shares"]]
+        deltas = [self._uploads.get((share["session"], fragment, share["at_step"])) for share in merge["shares"]]
         if before is None or after is None or any(delta is None for delta in deltas):
             return
         weights = np.array([share["weight"] for share in merge["shares"]])

@@ -28,13 +28,18 @@ from skerry.clock import VirtualClock
 from skerry.config import SyncConfig
 from skerry.core.leases.ranges import Pool
 from skerry.errors import SkerryError, WireError
-from skerry.learner import link as links
-from skerry.learner.learner import Learner, adopt_ready
+from skerry.learner import background as backgrounds
+from skerry.learner import connection as connections
+from skerry.learner import session as sessions
+from skerry.learner.learner import Learner
 from skerry.learner.sampler import ALONE_S
+from skerry.learner.seams import Seams
+from skerry.learner.state.courier import StateCourier
 from skerry.learner.transport import routes
 from skerry.learner.transport.stream import Download
+from skerry.syncer import process as processes
 from skerry.syncer import server as servers
-from skerry.syncer.rpc.fragments import Bulk
+from skerry.syncer.rpc.uploads import Contributions, Receiving
 from skerry.syncer.sharding import shard as shards
 from skerry.syncer.storage.store import RunStore
 from skerry.tensors.fragments import split
@@ -85,8 +90,13 @@ class SyncerLife:
             return
         try:
             store = RunStore(self.folder)
-            ended = await servers.run_syncer(
-                store, "127.0.0.1:1", None, on_listening=lambda port: None, shards=world.shard_count
+            ended = await processes.run_syncer(
+                store,
+                "127.0.0.1:1",
+                None,
+                on_listening=lambda port: None,
+                shards=world.shard_count,
+                clock=world.syncer_clock,
             )
         except SkerryError as error:
             if self.alive:  # a full disk, for instance; it is started again
@@ -175,7 +185,7 @@ class Island:
         self.clock = OffsetClock(world.clock)
         self.step_s = world.chance.choice([0.08, 0.12, 0.2, 0.6])
         self.learner: Learner | None = None
-        self.link: Any = None
+        self.connection: Any = None
         self.wants_to_leave = False
         self.alive = True
         self.task = world.loop.create_task(self._live())
@@ -184,25 +194,30 @@ class Island:
         world = self.world
         model = small()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        link = self.link = links.Link(self.address, model, self.name, None, self.clock)
+        seams = Seams(clock=self.clock)
+        connection = self.connection = connections.Connection(self.address, model, self.name, None, seams)
         try:
-            link.start()
-            while not (link.fixed_loaded and link.exchange is not None and link.exchange.phase == "training"):
-                if link.failure is not None or link.goodbye is not None:
+            connection.start()
+            while (session := connection.session) is None:
+                if connection.failure is not None:
                     return
-                adopt_ready(link)
                 await asyncio.sleep(0.1)
-            learner = self.learner = Learner(link, [optimizer], TOKENS, self.clock)
+            while not (session.fixed_loaded and session.exchange.phase == "training"):
+                if session.failure is not None or session.goodbye is not None:
+                    return
+                session.adopt_ready()
+                await asyncio.sleep(0.1)
+            learner = self.learner = Learner(connection, session, [optimizer], TOKENS, seams)
             learner.recover(None)
             if world.pool is not None:
-                link.want_leases((world.pool,), world.batch)
+                connection.want_leases((world.pool,), world.batch)
             alone_since = world.loop.time()
             while not learner.finished and not self.wants_to_leave:
                 await asyncio.sleep(self.step_s * world.chance.uniform(0.9, 1.1))
                 await self._thawed()
-                if link.connected:
+                if session.connected:
                     alone_since = world.loop.time()
-                if world.pool is not None and not link.leases.take():
+                if world.pool is not None and not session.leases.take():
                     if world.loop.time() - alone_since >= ALONE_S:
                         learner.stop()  # the loop of a user ends with an error here
                         break
@@ -211,26 +226,25 @@ class Island:
                     parameter.grad = torch.full_like(parameter, world.chance.choice([-1.0, 1.0]))
                 optimizer.step()
             await self._leave(learner)
-            if link.failure is not None:
-                world.note(f"{self.name} was put out: {link.failure}")
+            if session.failure is not None:
+                world.note(f"{self.name} was put out: {session.failure}")
         except Exception as error:
             world.errors.append(f"{self.name} broke: {error!r}")
         finally:
-            if link._main is not None:
-                link._main.cancel()
+            if connection._main is not None:
+                connection._main.cancel()
 
     async def _leave(self, learner: Learner) -> None:
         """As Learner.leave does it, without waiting in this thread."""
-        link = self.link
-        for handle in learner._handles:
-            handle.remove()
-        with link.changed:
+        session = learner._session
+        learner._hooks.remove()
+        with session.lock:
             learner._exchange.stop()
         await asyncio.sleep(self.world.chance.choice([0.0, 0.01, 0.3]))  # its optimizer's state is written meanwhile
-        link.leave()
-        while link.goodbye is None and link.failure is None:
+        self.connection.leave()
+        while session.goodbye is None and session.failure is None:
             learner._adopt_ready()
-            link.wake()
+            session.wake()
             await asyncio.sleep(0.1)
             await self._thawed()
 
@@ -242,8 +256,8 @@ class Island:
         self.alive = False
         for call in self.world.net.of(self.name):
             call.break_off(0.0, self.world.chance.choice(NOTICED_S))
-        if self.link is not None:
-            self.link._closing = True
+        if self.connection is not None:
+            self.connection._set_closing()
         self.task.cancel()
 
 
@@ -449,7 +463,7 @@ def _of_a_process(name: str) -> bool:
 
 
 class _NoWorkers:
-    """In place of the link's threads; the loop does their work."""
+    """In place of the learner's threads; the loop does their work."""
 
     def __init__(self, count: int, name: str) -> None:
         pass
@@ -477,19 +491,19 @@ def _in_place_of_the_real(world: World) -> Iterator[None]:
         world.net.listen(server)
         return _Listening(world.net, server), 1
 
-    def nobody_gives(link: Any) -> list[bytes]:
+    def nobody_gives(courier: StateCourier) -> list[bytes]:
         raise WireError("not in a simulation: it would wait in this thread")
 
-    take, finish, commit = Bulk.take, Download.finish, RunStore.commit
+    take, finish, commit = Contributions.take, Download.finish, RunStore.commit
 
     def committed(store: RunStore, merges: Any, standing: Any, entries: Any) -> None:
         commit(store, merges, standing, entries)
         for written in merges:
             world.checks.stored(written, store.folder)
 
-    async def taken(bulk: Bulk, name: str, session: str, header: pb.Upload, assembly: chunks.Assembly) -> None:
-        world.checks.taken(session, header, bytes(assembly.finish()))
-        await take(bulk, name, session, header, assembly)
+    async def taken(contributions: Contributions, learner: str, receiving: Receiving) -> Any:
+        world.checks.taken(receiving.session, receiving.header, bytes(receiving.assembly.finish()))
+        return await take(contributions, learner, receiving)
 
     def fetched(download: Download) -> tuple[pb.Fetched, memoryview]:
         header, data = finish(download)
@@ -500,23 +514,22 @@ def _in_place_of_the_real(world: World) -> Iterator[None]:
     random_state = random.getstate()
     random.seed(world.seed)
     replaced: list[tuple[Any, str, Any]] = [
-        (links, "open_channel", world.net.open_channel),
-        (links, "SyncerStub", Stub),
+        (connections, "open_channel", world.net.open_channel),
+        (connections, "SyncerStub", Stub),
         (routes, "open_channel", world.net.open_channel),
         (routes, "SyncerStub", Stub),
         (shards, "open_channel", world.net.open_channel),
         (shards, "SyncerStub", Stub),
         (shards, "uuid", SimpleNamespace(uuid4=lambda: UUID(int=numbers.getrandbits(128)))),
-        (links, "shared_loop", lambda: world.loop),
-        (links, "DaemonWorkers", _NoWorkers),
-        (links.Link, "fetch_state", nobody_gives),
+        (backgrounds, "shared_loop", lambda: world.loop),
+        (backgrounds, "DaemonWorkers", _NoWorkers),
+        (StateCourier, "fetch", nobody_gives),
         (servers.SyncerServer, "serve", serve),
-        (Bulk, "take", taken),
+        (Contributions, "take", taken),
         (Download, "finish", fetched),
         (RunStore, "commit", committed),
         (chunks, "CHUNK_BYTES", CHUNK_BYTES[world.seed % len(CHUNK_BYTES)]),
-        (servers, "SystemClock", lambda: world.syncer_clock),
-        (links, "uuid", SimpleNamespace(uuid4=lambda: UUID(int=numbers.getrandbits(128)))),
+        (sessions, "uuid", SimpleNamespace(uuid4=lambda: UUID(int=numbers.getrandbits(128)))),
     ]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     quiet = logging.getLogger("skerry")

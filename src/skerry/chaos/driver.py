@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skerry.chaos.kinds import KINDS
-from skerry.chaos.mailbox import Desk
+from skerry.chaos.mailbox import Mailbox
 from skerry.chaos.parse import parse_faults
 from skerry.chaos.plan import Fault, check_part, order
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
-from skerry.chaos.recorder import Teller
+from skerry.chaos.recorder import Recorder
+from skerry.core import records
 from skerry.errors import ConfigError
 from skerry.metrics import MetricsTail, MetricsWriter
 
@@ -50,18 +51,18 @@ class Driver:
         folder: Path,
         parts: Parts,
         metrics: MetricsWriter,
-        teller: Teller,
+        recorder: Recorder,
         proxy: LinkProxy | None,
     ) -> None:
         self._islands = islands
         self._folder = folder / "chaos"
         self._parts = parts
         self._metrics = metrics
-        self._teller = teller
+        self._recorder = recorder
         self._proxy = proxy
         self._began_at: float | None = None
         self._active: list[Active] = []
-        self._desk = Desk(self._folder)
+        self._mailbox = Mailbox(self._folder)
         for left_behind in self._folder.glob("*.json"):
             left_behind.unlink()
         (self._folder / "plan.txt").write_text("".join(f"{fault.words}\n" for fault in faults))
@@ -84,23 +85,23 @@ class Driver:
             self._began_at = now
         for active in [a for a in self._active if a.heal_at is not None and now >= a.heal_at]:
             self._heal(active)
-        for identity, text in self._desk.requests():
-            self._desk.answer(identity, *self._asked(text, now))
+        for identity, text in self._mailbox.requests():
+            self._mailbox.answer(identity, *self._asked(text, now))
         self._step = step
         for fault in self._due(now):
             if self._still_wanted(fault):
                 self._do(fault, now)
 
     def restarted(self, part: str, pid: int) -> None:
-        self._teller.tell("restarted", {**_who(part), "pid": pid})
+        self._recorder.write(records.PartRestarted(part, pid))
 
     def close(self) -> None:
         left = [fault for fault in [*self._stepped, *self._timed] if self._still_wanted(fault)]
         if left:
             detail = f"{len(left)} planned faults, the first: {left[0].words}"
             self._metrics.write("event", what="never came", detail=detail)
-        self._desk.close()
-        self._teller.close()
+        self._mailbox.close()
+        self._recorder.close()
         if self._proxy is not None:
             self._proxy.close()
 
@@ -171,7 +172,8 @@ class Driver:
 
     def _note(self, what: str, fault: Fault, detail: str) -> None:
         self._metrics.write("event", what=what, island=fault.part, detail=detail, fault=fault.kind, words=fault.words)
-        self._teller.tell(what, {**_who(fault.part), "kind": fault.kind, "detail": detail, "words": fault.words})
+        kind = records.FaultInjected if what == "fault" else records.FaultHealed
+        self._recorder.write(kind(fault.part, fault.kind, detail, fault.words))
 
     def _suffered(self, part: str) -> list[Fault]:
         return [active.fault for active in self._active if active.fault.part == part]
@@ -187,11 +189,6 @@ class Driver:
         kinds = {fault.kind for fault in faults}
         up, down = (_condition([f for f in faults if f.direction in (way, "both")]) for way in ("up", "down"))
         self._proxy.set(part, LinkState("cut" in kinds, "drop" in kinds, up, down))
-
-
-def _who(part: str) -> dict[str, str]:
-    """As the tape names them."""
-    return {"part": part} if part == "syncer" else {"learner": part}
 
 
 def _condition(faults: Sequence[Fault]) -> Condition:

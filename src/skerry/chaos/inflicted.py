@@ -1,7 +1,7 @@
 """Faults inside a process. The driver writes what is wrong with a part into `RUN/chaos/PART.json`; the part reads it here.
 
-Nothing of this is known to the learner or the syncer: their methods are wrapped from outside, in processes that were started
-with SKERRY_CHAOS_DIR set.
+The learner and the syncer know nothing of this: in processes that were started with SKERRY_CHAOS_DIR set they are given another
+clock, another disk, and altered snapshots.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import errno
 import json
 import logging
 import os
-import sqlite3
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+from skerry.durable import Disk
+
+if TYPE_CHECKING:  # torch is imported only in processes that train
     from torch import Tensor
 
-    from skerry.learner.learner import Learner
     from skerry.learner.replica import Snapshot
+    from skerry.learner.seams import Seams
 
 log = logging.getLogger("skerry.chaos")
 
@@ -76,24 +77,18 @@ class Inflicted:
 
     # ------------------------------------------------------------ an island
 
-    def attach(self, learner: Learner) -> None:
-        """Let this island be slow, and what it gives be wrong. Its own model stays whole."""
+    def seams(self) -> Seams:
+        """Let an island be slow, its clock be wrong, and what it gives be wrong. Its own model stays whole."""
+        from skerry.learner.seams import Seams
+
         self.read()
-        replica = learner._replica
-        step_done, snapshot = learner._step_done, replica.snapshot
+        self._woke_at = time.monotonic()
+        return Seams(self, self.spoiled, self._suffer_step)
 
-        def suffer_step() -> None:
-            step_done()
-            factor = self.amount("slow")
-            if factor > 1:
-                time.sleep((factor - 1) * (time.monotonic() - self._woke_at))
-            self._woke_at = time.monotonic()
-
-        def suffer_snapshot(index: int, at_step: int) -> Snapshot:
-            return self.spoiled(snapshot(index, at_step))
-
-        learner._step_done = suffer_step  # type: ignore[method-assign]
-        replica.snapshot = suffer_snapshot  # type: ignore[method-assign]
+    def _suffer_step(self) -> None:
+        factor = self.amount("slow")
+        if factor > 1:
+            time.sleep((factor - 1) * (time.monotonic() - self._woke_at))
         self._woke_at = time.monotonic()
 
     def spoiled(self, snapshot: Snapshot) -> Snapshot:
@@ -122,30 +117,23 @@ class Inflicted:
         return dataclasses.replace(snapshot, progress=instead)
 
 
-def attach_to_syncer(inflicted: Inflicted) -> None:
-    """Let the syncer's clock be wrong and its disk be full. Metrics are still written, so that one can see what happens."""
-    from skerry.syncer import server
-    from skerry.syncer.storage import database
+class FaultyDisk(Disk):
+    """A disk that is full while it is told to be. Metrics are still written, so that one can see what happens."""
 
-    fsync, append = os.fsync, database.append
+    def __init__(self, inflicted: Inflicted) -> None:
+        self._inflicted = inflicted
 
-    def fsync_or_fail(descriptor: Any) -> None:
-        # Whatever must be durable ends here, and a full disk may well be noticed no sooner.
-        if inflicted.amount("fill_disk"):
+    def sync(self, descriptor: int) -> None:
+        # Whatever must be durable passes here, and a full disk may well be noticed no sooner.
+        self.before_commit()
+        super().sync(descriptor)
+
+    def before_commit(self) -> None:
+        if self._inflicted.amount("fill_disk"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    def append_or_fail(database: sqlite3.Connection, entries: Any) -> None:
-        if inflicted.amount("fill_disk"):
-            raise sqlite3.OperationalError("database or disk is full")
-        append(database, entries)
-
-    vars(os).update(fsync=fsync_or_fail)
-    vars(database).update(append=append_or_fail)
-    vars(server).update(SystemClock=lambda: _WatchfulClock(inflicted))
 
 
-class _WatchfulClock:
+class WatchfulClock:
     """For a process without steps after which to look."""
 
     def __init__(self, inflicted: Inflicted) -> None:

@@ -15,7 +15,7 @@ ANSWER_S = 15.0
 LOOK_S = 0.05
 
 
-class Desk:
+class Mailbox:
     """The supervisor's side. Holding the lock says that somebody is here."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +76,7 @@ def ask(run: Path, text: str, timeout_s: float = ANSWER_S) -> str:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the desk's lock, or None if somebody else does."""
+    """A descriptor that holds the mailbox's lock, or None if somebody else does."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

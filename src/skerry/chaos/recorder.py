@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from skerry.admin import tell
+from skerry.core.schema import TapeRecord
 from skerry.errors import SkerryError
 from skerry.metrics import MetricsWriter
 from skerry.wire.channel import TLS
@@ -18,26 +18,26 @@ PAUSE_S = 0.5
 LAST_S = 2.0
 
 
-class Teller:
+class Recorder:
     def __init__(self, address: str, tls: TLS | None, metrics: MetricsWriter, say: Callable[..., None] = tell) -> None:
         self._address = address
         self._tls = tls
         self._metrics = metrics
         self._say = say
-        self._waiting: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[TapeRecord] = queue.Queue(MOST_WAITING)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._lost = 0
 
-    def tell(self, kind: str, data: dict[str, Any]) -> None:
+    def write(self, record: TapeRecord) -> None:
         """Never waits. What does not fit any more is counted, and the count is written down at the end."""
         try:
-            self._waiting.put_nowait((kind, data))
+            self._waiting.put_nowait(record)
         except queue.Full:
             self._lost += 1
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="skerry-teller", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="skerry-recorder", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -51,12 +51,12 @@ class Teller:
     def _work(self) -> None:
         while not self._closing.is_set():
             try:
-                kind, data = self._waiting.get(timeout=PAUSE_S)
+                record = self._waiting.get(timeout=PAUSE_S)
             except queue.Empty:
                 continue
             while True:
                 try:
-                    self._say(self._address, self._tls, kind, data, TRY_S)
+                    self._say(self._address, self._tls, record, TRY_S)
                     break
                 except SkerryError:
                     if self._closing.wait(PAUSE_S):

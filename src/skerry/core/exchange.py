@@ -1,13 +1,13 @@
 """The learner's side of the exchange as a state machine: what to fetch, what to give, what to adopt, when to wait.
 
-It knows counters and versions, not tensors. Its caller owns threads, sockets and the model, and asks it after every event.
+It knows counters and versions, not tensors. Its caller owns threads, sockets and the model, and consults it after every event.
 
 Rules:
- 1. Progress counts from the version last adopted. Steps and tokens of a fragment start again at every adoption, except
-    that "carry" keeps what is not part of the adopted version.
- 2. An answer needs a version the syncer still takes (min_base) and at least one step of progress; until then the question
-    stays open. One that can make no progress (it has stopped, or waits) says so. A question is answered once; an answer
-    that did not get through is sent again as it was, also after a reconnect: some of it may be there already.
+ 1. Progress counts from the version last adopted. A fragment's steps and tokens restart at every adoption, except that
+    "carry" keeps what is not part of the adopted version.
+ 2. An answer needs a base the syncer still takes (min_base) and at least one step of progress; until then the question
+    stays open. A learner that can make no progress (it has stopped, or waits) says so. A question is answered once. An
+    answer that did not get through is sent again as it was, also after a reconnect: part of it may have arrived.
  3. Only the newest version of a fragment is fetched; one that is overtaken is dropped.
  4. Outside lock-step nothing ever waits. In lock-step a fragment due at step t is snapshot at t, adopted at t + τ (or
     just before it is due again, if that is earlier) and not before, and no further step starts without it.
@@ -24,15 +24,15 @@ from skerry.config import SyncConfig
 from skerry.core.schedule import Schedule
 
 KEPT_GIVES = 4
-"""Answers of a fragment whose fate is not known that are remembered. More than one happens only when connections break."""
+"""Answers per fragment whose fate is unknown that are remembered. More than one happens only when connections break."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """The syncer wants this fragment for its round `step`."""
+    """The syncer wants this fragment for this round."""
 
     fragment: int
-    step: int
+    round: int
     min_base: int
 
 
@@ -42,10 +42,10 @@ class Version:
 
     fragment: int
     version: int
-    step: int
+    round: int
     """The round it was merged in."""
     counted: int
-    """Our progress up to this many of our own steps is part of it, by this merge or by one before."""
+    """How many of the learner's own steps are part of it, by this merge or an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,13 @@ class Mark:
     steps: int = 0
     tokens: int = 0
     samples: int = 0
-    """Leased samples, as a position in what this process was given."""
+    """Leased samples, as a position in the sequence this session was given."""
 
 
 @dataclass(frozen=True)
 class Give:
-    """Answer a question: progress of `steps` and `tokens` since version `base`. `staged` names a snapshot already taken."""
+    """Answer a question: progress of `steps` and `tokens` since version `base`. `staged` says that the snapshot is already
+    taken."""
 
     question: Question
     base: int
@@ -69,7 +70,7 @@ class Give:
     at: Mark
     staged: bool
     samples: tuple[int, int] = (0, 0)
-    """Leased samples in it, from and to."""
+    """Leased samples in it: from, to."""
     again: bool = False
     """The same answer as before, which did not get through."""
 
@@ -81,20 +82,22 @@ class GiveNothing:
 
 @dataclass
 class Held:
+    """What the learner has of one fragment, and what is going on with it."""
+
     version: int = -1
     since: Mark = field(default_factory=Mark)
-    """From these totals on, progress is not part of the version held."""
+    """Progress from these totals on is not part of the version held."""
     question: Question | None = None
     answered: int | None = None
-    """The round our last answer was for, while it may be on its way."""
+    """The round of the last answer, while it may be in flight."""
     undelivered: Give | None = None
-    """Our last answer, once it is encoded and while it is not known to have arrived."""
+    """The last answer, from when it is encoded until it is known to have arrived."""
     gives: list[Mark] = field(default_factory=list)
     """Totals at the snapshots of answers that are not known to be part of the version held."""
     staged: tuple[int, Mark, int] | None = None
     """In lock-step: (step, totals, version) of the snapshot taken when the fragment was due."""
     waits_for: int | None = None
-    """In lock-step: the due step whose merge has not been adopted yet."""
+    """In lock-step: the due round whose merge has not been adopted yet."""
     newest: Version | None = None
     fetching: Version | None = None
     fetched: Version | None = None
@@ -122,17 +125,17 @@ class Exchange:
     # ------------------------------------------------------------ from the syncer
 
     def welcomed(
-        self, versions: tuple[int, ...], merged_steps: tuple[int, ...], counted: tuple[int, ...], run_step: int
+        self, versions: tuple[int, ...], merged_rounds: tuple[int, ...], counted: tuple[int, ...], run_step: int
     ) -> None:
-        """Connected. Questions from before are void; versions that came out meanwhile are wanted."""
+        """Connected. Earlier questions are void; versions that came out meanwhile are wanted."""
         for fragment, version in enumerate(versions):
             held = self.held[fragment]
             held.question = None
             held.answered = None
             held.fetching = None
-            self.announced(Version(fragment, version, merged_steps[fragment], counted[fragment]))
+            self.announced(Version(fragment, version, merged_rounds[fragment], counted[fragment]))
         if self.sync.wait and self.phase == "training":
-            # The others may have gone on without us.
+            # The others may have gone on without this learner.
             self.step = max(self.step, run_step)
 
     def begin(self, step: int) -> None:
@@ -149,15 +152,14 @@ class Exchange:
             if held.newest is None or version.version >= held.newest.version:
                 held.newest = version
             if held.fetched is not None and held.fetched.version == version.version:
-                held.fetched = version  # a later turn brought nothing new: the same version, at a later step
-        elif held.waits_for is not None and version.step >= held.waits_for:
-            # The turn we wait for brought nothing new.
-            held.waits_for = None
+                held.fetched = version  # a later round brought nothing new: the same version, at a later round
+        elif held.waits_for is not None and version.round >= held.waits_for:
+            held.waits_for = None  # the round waited for brought nothing new
 
     def asked(self, question: Question, anew: bool = False) -> None:
         """Each question is answered once, unless the answer was lost."""
         held = self.held[question.fragment]
-        if held.answered != question.step or anew:
+        if held.answered != question.round or anew:
             held.question = question
 
     def stop(self) -> None:
@@ -178,7 +180,7 @@ class Exchange:
         return wanted
 
     def fetched(self, version: Version) -> bool:
-        """A download is complete. False if it is of no use any more."""
+        """A download is complete. False if it is no longer of use."""
         self.fetch_failed(version)
         held = self.held[version.fragment]
         if version.version <= max(held.version, held.fetched.version if held.fetched else -1):
@@ -192,14 +194,14 @@ class Exchange:
             held.fetching = None
 
     def void_samples(self, position: int) -> None:
-        """What was leased up to here is not ours any more, so it is in nothing we give from now on."""
+        """Samples leased up to here are no longer this session's, so nothing it gives from now on contains them."""
         self.totals = dataclasses.replace(self.totals, samples=position)
         for held in self.held:
             held.since = dataclasses.replace(held.since, samples=position)
 
     @property
     def settled_samples(self) -> int:
-        """Leased samples up to here are in nothing that we will give from now on."""
+        """Nothing given from now on contains leased samples up to here."""
         return min(held.since.samples for held in self.held)
 
     def start_over(self) -> None:
@@ -214,13 +216,13 @@ class Exchange:
         return any(held.question is not None and self._answer(held) is not None for held in self.held)
 
     def answers(self, busy: Collection[int] = ()) -> list[Give | GiveNothing]:
-        """Questions that can be answered now; each is handed out once. Those of fragments that are busy wait."""
+        """Questions that can be answered now; each is handed out once. Those of busy fragments wait."""
         ready = []
         for index, held in enumerate(self.held):
             answer = self._answer(held)
             if answer is not None and index not in busy:
                 held.question = None
-                held.answered = answer.question.step
+                held.answered = answer.question.round
                 ready.append(answer)
         return ready
 
@@ -229,13 +231,13 @@ class Exchange:
         if question is None or held.version < question.min_base:
             return None
         stopped = self.phase == "stopped"
-        if self.sync.wait and not stopped and question.step > self.step:
+        if self.sync.wait and not stopped and question.round > self.step:
             return None
         sent = held.undelivered
-        if sent is not None and not stopped and (sent.question.step, sent.base) == (question.step, held.version):
+        if sent is not None and not stopped and (sent.question.round, sent.base) == (question.round, held.version):
             return dataclasses.replace(sent, question=question, again=True)
         at, staged = self.totals, False
-        if not stopped and held.staged is not None and held.staged[::2] == (question.step, held.version):
+        if not stopped and held.staged is not None and held.staged[::2] == (question.round, held.version):
             at, staged = held.staged[1], True
         steps, tokens = at.steps - held.since.steps, at.tokens - held.since.tokens
         if steps > 0 and tokens > 0:
@@ -248,20 +250,20 @@ class Exchange:
         held.gives = [*held.gives, give.at][-KEPT_GIVES:]
 
     def encoded(self, give: Give) -> None:
-        """The bytes of this answer are at hand, and stay so until it is delivered or not wanted any more."""
+        """The bytes of this answer exist, and are kept until it is delivered or no longer wanted."""
         held = self.held[give.question.fragment]
         if held.version == give.base and held.gives and held.gives[-1] == give.at:
             held.undelivered = give
 
     def delivered(self, question: Question) -> None:
-        """The syncer has said what became of our answer."""
+        """The syncer has said what became of the answer."""
         held = self.held[question.fragment]
-        if held.undelivered is not None and held.undelivered.question.step == question.step:
+        if held.undelivered is not None and held.undelivered.question.round == question.round:
             held.undelivered = None
 
     def still_wanted(self, question: Question) -> bool:
-        """Whether an answer that did not get through is worth sending again: as it was, for the first may have arrived."""
-        return self.held[question.fragment].answered == question.step
+        """Whether an answer that did not get through should be sent again, as it was: the first may have arrived."""
+        return self.held[question.fragment].answered == question.round
 
     # ------------------------------------------------------------ the training loop
 
@@ -285,9 +287,9 @@ class Exchange:
     def _may_adopt(self, held: Held, version: Version) -> bool:
         if not self.sync.wait or self.phase != "training":
             return True
-        if self._overdue(version.fragment, held) and held.waits_for is not None and version.step >= held.waits_for:
+        if self._overdue(version.fragment, held) and held.waits_for is not None and version.round >= held.waits_for:
             return True
-        return self.step >= self.schedule.adopt_step(version.fragment, version.step, self.sync.overlap)
+        return self.step >= self.schedule.adopt_step(version.fragment, version.round, self.sync.overlap)
 
     def _overdue(self, fragment: int, held: Held) -> bool:
         if held.waits_for is None:
@@ -309,11 +311,11 @@ class Exchange:
         held.staged = held.undelivered = None
         if held.fetched is not None and held.fetched.version == version.version:
             held.fetched = None
-        if held.waits_for is not None and version.step >= held.waits_for:
+        if held.waits_for is not None and version.round >= held.waits_for:
             held.waits_for = None
 
     def uncounted_since(self, version: Version) -> Mark:
-        """From which totals on our progress is not part of this version: those of the answer it contains, or as before."""
+        """The totals from which on progress is not part of this version: those of the answer it contains, or as before."""
         held = self.held[version.fragment]
         if held.version < 0:
             return self.totals

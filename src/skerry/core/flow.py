@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from skerry.core.quorum import MovingAverage
-from skerry.core.standing import FragmentProgress, Round
+from skerry.core.state import FragmentProgress, Round
 
 SHARE = 8
 """One of so many fragments is under way at a time; and each for one in so much of the time."""

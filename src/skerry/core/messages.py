@@ -1,20 +1,24 @@
-"""What can happen to the syncer (events) and what it decides (actions). Plain data, without behaviour."""
+"""What can happen to the syncer (events) and what it decides (actions). Plain data, without behaviour.
+
+A decision that is only written down is a record (records.py), which is an action like the others.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from skerry.core.leases.ranges import Need, Pool
+from skerry.core.schema import TapeRecord
+from skerry.core.share import Share
 
 # ---------------------------------------------------------------- events
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A learner said hello. The session names its process: the same session again is a reconnect, another one a restart."""
+class Hello:
+    """A learner wants to join. The session names its process: the same session again is a reconnect, another one a restart."""
 
-    name: str
+    learner: str
     session: str
     step: int = 0
     tokens: int = 0
@@ -24,7 +28,7 @@ class Joined:
     leased: int = 0
     """How many samples it knows it was given."""
     lease_floor: int = 0
-    """Up to where it knows that they are not its own any more."""
+    """Up to where it knows that they are no longer its own."""
     platform: str = ""
     """What the last bit of its arithmetic depends on."""
 
@@ -33,73 +37,76 @@ class Joined:
 class Ready:
     """A learner that joined has fetched every fragment and can start."""
 
-    name: str
+    learner: str
 
 
 @dataclass(frozen=True)
 class Reported:
-    """Heard from a learner: its own step and the tokens its process has trained on."""
+    """A learner's heartbeat: its own step, and the tokens its session has trained on."""
 
-    name: str
+    learner: str
     step: int
     tokens: int
     step_time_s: float
     loss: float | None = None
     need: Need | None = None
-    """Of data, if it takes part in leases."""
+    """What it needs of leased data, if it uses any."""
 
 
 @dataclass(frozen=True)
-class Declared:
-    """A learner says which data it can read; it wants leases for it."""
+class DataDeclared:
+    """A learner says which data it can read, and wants leases for it."""
 
-    name: str
+    learner: str
     pools: tuple[Pool, ...]
 
 
 @dataclass(frozen=True)
 class Contributed:
-    """A contribution has arrived whole. `step` is the round it answers, `upto` the learner's own count of steps in it."""
+    """A contribution has arrived whole."""
 
-    name: str
+    learner: str
     fragment: int
-    step: int
+    round: int
+    """The round it answers."""
     base: int
+    """The version it is progress since."""
     steps: int
     tokens: int
-    upto: int = 0
+    at_step: int = 0
+    """The learner's own step count when the snapshot was taken."""
     norm: float = 0.0
-    """Of the contribution as a vector; not finite if it, or anything in it, is not."""
+    """The contribution's Euclidean norm; not finite if the contribution is not."""
     repeated: bool = False
     """It is bit for bit what this learner sent for the fragment last time."""
     session: str = ""
     samples: tuple[int, int] = (0, 0)
-    """Leased samples in it, as positions in what its process was given: from, to."""
-    upto_tokens: int = 0
-    """The learner's own count of tokens in it."""
+    """Leased samples in it, as positions in the sequence its session was given: from, to."""
+    at_tokens: int = 0
+    """The learner's own token count when the snapshot was taken."""
 
 
 @dataclass(frozen=True)
 class NothingToGive:
-    """A learner that was asked has no progress to give."""
+    """A learner that was asked has made no progress."""
 
-    name: str
+    learner: str
     fragment: int
-    step: int
+    round: int
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """A learner wants to go, after one last contribution of every fragment."""
+class LeaveRequested:
+    """A learner wants to go, after one last contribution to every fragment."""
 
-    name: str
+    learner: str
 
 
 @dataclass(frozen=True)
-class Disconnected:
-    """The learner's stream ended without a goodbye."""
+class StreamEnded:
+    """A learner's control stream ended without a goodbye."""
 
-    name: str
+    learner: str
     session: str
 
 
@@ -113,15 +120,15 @@ class Stored:
 
 @dataclass(frozen=True)
 class StoreFailed:
-    """The merge that was ordered could not be computed or made durable; nothing was changed, and it will be tried again."""
+    """The merge that was ordered could not be computed or made durable. Nothing has changed; it will be tried again."""
 
     fragment: int
     reason: str
 
 
 @dataclass(frozen=True)
-class GoodKept:
-    """A copy of the whole model, as it was at this step when all was well, can be gone back to; or it could not be kept."""
+class GoodCopyKept:
+    """The copy of the whole model that was ordered can be gone back to; or it could not be written."""
 
     step: int
     failure: str = ""
@@ -142,7 +149,7 @@ class FragmentsBack:
 
 
 @dataclass(frozen=True)
-class Recovered:
+class FragmentRecovered:
     """The newest version of this fragment is lost for good. It goes on from an older state, as this version."""
 
     fragment: int
@@ -151,7 +158,7 @@ class Recovered:
 
 @dataclass(frozen=True)
 class CloseRequested:
-    """Somebody asked for the run to end now."""
+    """An operator asked for the run to end now."""
 
 
 @dataclass(frozen=True)
@@ -160,20 +167,20 @@ class Tick:
 
 
 Event = (
-    Joined
+    Hello
     | Ready
     | Reported
-    | Declared
+    | DataDeclared
     | Contributed
     | NothingToGive
-    | Leaving
-    | Disconnected
+    | LeaveRequested
+    | StreamEnded
     | Stored
     | StoreFailed
-    | GoodKept
+    | GoodCopyKept
     | FragmentsAway
     | FragmentsBack
-    | Recovered
+    | FragmentRecovered
     | CloseRequested
     | Tick
 )
@@ -185,25 +192,25 @@ Event = (
 class Welcome:
     """Tell a learner its place: slot, the run's step, the current versions."""
 
-    name: str
+    learner: str
     slot: int
     step: int
     resumed: bool
     versions: tuple[int, ...]
-    merged_steps: tuple[int, ...]
+    merged_rounds: tuple[int, ...]
     """For each fragment: the round its version was merged in."""
     counted: tuple[int, ...]
-    """For each fragment: the learner's progress up to this many of its own steps is part of the current version."""
+    """For each fragment: how many of the learner's own steps are part of the current version."""
     quarantined: bool = False
     leased: int = 0
-    """Samples it was ever given. If it does not resume, it holds none of them any more."""
+    """Samples it was ever given. If it does not resume, it no longer holds any of them."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Tell a process that these samples are its own, once that is durable."""
+    """Tell a session that these samples are its own, once that is durable."""
 
-    name: str
+    learner: str
     session: str
     position: int
     pool: str
@@ -215,7 +222,7 @@ class Lease:
 class NoLease:
     """Tell a learner that it gets no data, and why."""
 
-    name: str
+    learner: str
     reason: str
 
 
@@ -223,35 +230,21 @@ class NoLease:
 class Begin:
     """Tell a learner to start training, from the run's step."""
 
-    name: str
+    learner: str
     step: int
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Ask a learner for a fragment. It must have adopted version `min_base` or a later one: what it gave is in there."""
+    """Ask a learner for its progress on a fragment, counted from version `min_base` or later, which contains what it gave
+    before."""
 
-    name: str
+    learner: str
     fragment: int
-    step: int
+    round: int
     min_base: int
     anew: bool = False
-    """What was answered to this question before is lost."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """One contribution's part in a merge."""
-
-    name: str
-    base: int
-    steps: int
-    tokens: int
-    weight: float
-    upto: int = 0
-    session: str = ""
-    samples: tuple[int, int] = (0, 0)
-    upto_tokens: int = 0
+    """Its answer to this question was lost. It must answer again."""
 
 
 @dataclass(frozen=True)
@@ -260,12 +253,14 @@ class Merge:
 
     fragment: int
     version: int
-    step: int
+    round: int
     shares: tuple[Share, ...]
     outer_lr: float
     outer_momentum: float
     presence: float
     asked: int = 0
+    tokens: int = 0
+    """Tokens the run has trained on so far."""
 
     @property
     def fresh(self) -> tuple[bool, ...]:
@@ -275,7 +270,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class KeepGood:
-    """Keep a copy of the model as it is now, then report GoodKept."""
+    """Keep a copy of the model as it is now, then report GoodCopyKept."""
 
     step: int
 
@@ -286,7 +281,7 @@ class Restore:
 
     fragment: int
     version: int
-    step: int
+    round: int
     good_step: int
 
 
@@ -294,26 +289,26 @@ class Restore:
 class Announce:
     """Tell these learners that a new version can be fetched."""
 
-    names: tuple[str, ...]
+    learners: tuple[str, ...]
     fragment: int
     version: int
-    step: int
+    round: int
     counted: tuple[int, ...]
-    """For each of them: its progress up to this many of its own steps is part of the new version."""
+    """For each of them: how many of its own steps are part of the new version."""
 
 
 @dataclass(frozen=True)
 class StopTraining:
     """Tell a learner that the run is closing: stop, and give what it has."""
 
-    name: str
+    learner: str
 
 
 @dataclass(frozen=True)
 class Caution:
-    """Tell a learner that its contributions are not merged any more because they are unhealthy, or that they are again."""
+    """Tell a learner that its contributions are no longer merged because they are unhealthy, or that they are again."""
 
-    name: str
+    learner: str
     quarantined: bool
     reason: str
 
@@ -326,28 +321,20 @@ OVER = "the run is over"
 class Goodbye:
     """End a learner's stream. If it is not final, the learner may connect again."""
 
-    name: str
+    learner: str
     reason: str
     final: bool = True
 
 
 @dataclass(frozen=True)
-class Record:
-    """Write down a decision."""
-
-    kind: str
-    data: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class WakeAt:
-    """Send a Tick at this time, if nothing happens earlier."""
+    """Send a Tick at this time, unless something happens earlier."""
 
     at: float
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunEnded:
     """The run is over; every fragment is final."""
 
 
@@ -364,7 +351,33 @@ Action = (
     | StopTraining
     | Caution
     | Goodbye
-    | Record
     | WakeAt
-    | Ended
+    | RunEnded
+    | TapeRecord
 )
+
+# ---------------------------------------------------------------- verdicts
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to a learner that wants to join or has contributed."""
+
+    reason: str = ""
+    """Why not; empty if it was accepted."""
+    unhealthy: bool = False
+    """The contribution arrived as it was sent, and cannot be merged."""
+    merged: bool = True
+    """The contribution takes part in the next merge. False for a healthy one from a learner in quarantine."""
+
+    @property
+    def accepted(self) -> bool:
+        return not self.reason
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What follows from an event: what to do, in order, and the verdict if the event asked for one."""
+
+    actions: list[Action]
+    verdict: Verdict | None = None

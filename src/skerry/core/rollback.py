@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from skerry.config import SyncConfig
+from skerry.core import records
 from skerry.core.health import Health
-from skerry.core.messages import Action, GoodKept, KeepGood, Record
+from skerry.core.messages import Action, GoodCopyKept, KeepGood
 from skerry.core.standing import Standing
 
 KEEP_ROUNDS = 8
@@ -40,19 +41,19 @@ class Rollback:
     def _diverged(self, step: int, actions: list[Action]) -> bool:
         level, best = self.health.level, self.health.best
         self.health.start_again()
-        told = {"loss": level if level is not None and math.isfinite(level) else None, "best": best, "step": step}
+        level = level if level is not None and math.isfinite(level) else None
         if self.good_step is None or self.count >= MAX_ROLLBACKS:
             why = "there is no good copy yet" if self.good_step is None else f"it was put back {self.count} times already"
-            actions.append(Record("diverged", {**told, "rolled_back": False, "why": why}))
+            actions.append(records.Diverged(step, False, level, best, why=why))
             return False
         self.count += 1
-        actions.append(Record("diverged", {**told, "rolled_back": True, "good_step": self.good_step}))
+        actions.append(records.Diverged(step, True, level, best, self.good_step))
         return True
 
-    def kept(self, event: GoodKept, actions: list[Action]) -> None:
+    def kept(self, event: GoodCopyKept, now: float, actions: list[Action]) -> None:
         self._keeping = False
         if event.failure:
-            actions.append(Record("good_not_kept", {"step": event.step, "reason": event.failure}))
+            actions.append(records.GoodNotKept(event.step, event.failure))
         else:
             self.good_step = event.step
-            actions.append(Record("good_kept", {"step": event.step}))
+            actions.append(records.GoodKept(event.step))

@@ -15,10 +15,10 @@ from skerry.chaos.driver import Driver
 from skerry.chaos.inflicted import ENVIRONMENT
 from skerry.chaos.plan import Plan
 from skerry.chaos.proxy import LinkProxy
-from skerry.chaos.recorder import Teller
+from skerry.chaos.recorder import Recorder
 from skerry.config import Config, from_json, to_json
 from skerry.cores import cores
-from skerry.durable import write_durably
+from skerry.durable import DISK
 from skerry.errors import ConfigError, RunFailed, StoreError
 from skerry.launch.processes import Child, free_port, skerry_command
 from skerry.launch.supervisor import Supervisor, Worker
@@ -60,10 +60,10 @@ def _run_in(folder: Path, config: Config, resumed: bool, plan: Plan, proxy: bool
         return
     address = f"127.0.0.1:{free_port()}"
     names = [f"island-{index}" for index in range(config.islands.count)]
-    teller = Teller(address, TLS.from_environment(), supervisor.metrics)
+    recorder = Recorder(address, TLS.from_environment(), supervisor.metrics)
     links = LinkProxy(names, split_address(address), config.train.seed) if proxy or plan.needs_proxy else None
     faults = plan.timed(config.islands.count)
-    supervisor.driver = Driver(faults, len(names), folder, supervisor, supervisor.metrics, teller, links)
+    supervisor.driver = Driver(faults, len(names), folder, supervisor, supervisor.metrics, recorder, links)
     supervisor.workers = _parts(config, folder, address, {name: links.address(name) if links else address for name in names})
     supervisor.run()
 
@@ -122,8 +122,8 @@ def check_job(config: Config) -> tuple[Corpus, GPT]:
 
 def create_job(config: Config, folder: Path) -> None:
     """Make a run folder: initial weights, settings, an empty tape."""
-    from skerry.syncer.storage.recovery import is_run
-    from skerry.syncer.storage.store import create_run
+    from skerry.syncer.storage.create import create_run
+    from skerry.syncer.storage.run_folder import is_run
     from skerry.tensors.model import model_tensors
 
     if is_run(folder):
@@ -140,7 +140,7 @@ def _make(folder: Path, config: Config) -> None:
 
 
 def write_config(config: Config, folder: Path) -> None:
-    write_durably(folder / "config.json", (to_json(config) + "\n").encode())
+    DISK.write_durably(folder / "config.json", (to_json(config) + "\n").encode())
 
 
 def read_config(folder: Path) -> Config:
@@ -193,7 +193,7 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 def _goes_on(folder: Path, config: Config) -> bool:
     """Whether there is something to go on with. What is left of a run of this job that was never made is removed."""
-    from skerry.syncer.storage.recovery import is_run
+    from skerry.syncer.storage.run_folder import is_run
 
     there = config.algorithm != "dp" and is_run(folder)
     if not (folder / "config.json").exists() and not there:

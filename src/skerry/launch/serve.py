@@ -10,7 +10,7 @@ from torch import nn
 
 from skerry.config import SyncConfig
 from skerry.launch.processes import Child, free_port, skerry_command
-from skerry.syncer.storage.store import create_run
+from skerry.syncer.storage.create import create_run
 from skerry.tensors.model import model_tensors
 
 

@@ -72,8 +72,8 @@ class Journal:
     def upto(self, steps: int) -> str:
         """Entries of the first `steps` steps that are not durable yet."""
         found = {
-            "from": self._from,
-            "upto": steps,
+            "since": self._from,
+            "until": steps,
             "adopted": [entry for entry in self._adopted if entry[0] <= steps],
             "tokens": [entry for entry in self._tokens if entry[0] <= steps],
             "data": [entry for entry in self._data if entry[0] <= steps],

@@ -86,7 +86,7 @@ class PinnedMemory:
         when_gone(piece, lambda: self._give_back(start))
         return torch.from_numpy(piece).view(dtype)
 
-    def place_of(self, data: memoryview) -> int | None:
+    def offset_of(self, data: memoryview) -> int | None:
         """Where in this memory that is; None if it is elsewhere."""
         if self._memory is None or not len(data):
             return None

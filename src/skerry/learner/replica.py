@@ -26,7 +26,7 @@ from skerry.tensors.codecs.feedback import Feedback
 from skerry.tensors.codecs.per_tensor import fragment_codec
 from skerry.tensors.fragments import SET_ASIDE_SHARE, Fragment, Layout
 from skerry.tensors.memory import empty_like
-from skerry.tensors.model import model_tensors, places_of
+from skerry.tensors.model import model_tensors, slots_of
 
 log = logging.getLogger("skerry.learner")
 
@@ -84,11 +84,19 @@ class _Pinned:
 
 
 class Replica:
-    def __init__(self, model: nn.Module, layout: Layout, sync: SyncConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        sync: SyncConfig,
+        alter: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot,
+    ) -> None:
+        """`alter` may put something else in place of every snapshot."""
         self.layout = layout
+        self._alter = alter
         self._sync = sync
         self._of_model = [tensor for _, tensor in model_tensors(model)]
-        self._places = places_of(model, self._of_model)
+        self._slots = slots_of(model, self._of_model)
         self._tensors = [tensor.detach() for tensor in self._of_model]
         self._frozen = [
             (spec.name, tensor)
@@ -220,7 +228,7 @@ class Replica:
             name, joined = self.layout.tensors[piece.tensor].name, self._of_model[piece.tensor]
             if joined.data_ptr() != self._tensors[piece.tensor].data_ptr():
                 raise ConfigError(f"{name} was given other memory after join (.to, .half, .data = ...): do that before join")
-            if self._places[piece.tensor].tensor is not joined:
+            if self._slots[piece.tensor].tensor is not joined:
                 raise ConfigError(
                     f"{name} was replaced by another tensor after join (an assignment, load_state_dict(assign=True)): "
                     "change it in place, or do that before join"
@@ -338,7 +346,7 @@ class Replica:
             with self._on_side():
                 return torch.sub(self._as_model(index, held), values, out=empty_like(values))
 
-        return Snapshot(index, at_step, feedback.missing if feedback is not None else None, progress)
+        return self._alter(Snapshot(index, at_step, feedback.missing if feedback is not None else None, progress))
 
     def encode(self, snapshot: Snapshot) -> Tensor:
         """The bytes of a contribution, on the host. On a GPU it is encoded there, so that only they cross over."""
@@ -453,7 +461,7 @@ class Replica:
         with torch.cuda.stream(self._copies):
             values = had.to(self.device, non_blocking=True)
             for difference in differences:
-                if pinned.incoming.place_of(raw_bytes(difference)) is None:
+                if pinned.incoming.offset_of(raw_bytes(difference)) is None:
                     difference = pinned.incoming.take(difference.numel(), torch.uint8).copy_(difference)
                 values.add_(codec.decode(difference.to(self.device, non_blocking=True), numel))
             return values

@@ -44,7 +44,7 @@ def training_capacity(tokens: int, experts: int, active: int) -> int:
     return min(-(-slots // _ROW_MULTIPLE) * _ROW_MULTIPLE, tokens)
 
 
-class Routes(NamedTuple):
+class Routing(NamedTuple):
     """Where tokens go and what comes back to them. An assignment is one of the `active` experts of one token."""
 
     assignment_of_slot: Tensor
@@ -59,7 +59,7 @@ class Routes(NamedTuple):
     """(experts): assignments of each expert, the dropped ones too."""
 
 
-def routes_of(chosen: Tensor, experts: int, capacity: int) -> Routes:
+def routes_of(chosen: Tensor, experts: int, capacity: int) -> Routing:
     """`chosen` (tokens, active) has the experts of each token."""
     device, assignments = chosen.device, chosen.flatten()
     count, slots = assignments.numel(), experts * capacity
@@ -73,7 +73,7 @@ def routes_of(chosen: Tensor, experts: int, capacity: int) -> Routes:
     table = torch.arange(slots + 1, device=device) % count
     table = table.scatter(0, torch.where(kept, slot, slots), torch.arange(count, device=device))[:slots]
     filled = (torch.arange(capacity, device=device) < wanted[:, None]).flatten()
-    return Routes(table, filled, torch.where(kept, slot, 0).view_as(chosen), kept.view_as(chosen), wanted)
+    return Routing(table, filled, torch.where(kept, slot, 0).view_as(chosen), kept.view_as(chosen), wanted)
 
 
 # Each direction of the way into the slots and back has its table, so gradients are gathered as well. Left to autograd they
@@ -115,12 +115,12 @@ class _OutOfSlots(torch.autograd.Function):
         return to_slots.to(y.dtype), to_weights, None, None, None
 
 
-def _into_slots(x: Tensor, routes: Routes) -> Tensor:
+def _into_slots(x: Tensor, routes: Routing) -> Tensor:
     token_of_slot = routes.assignment_of_slot // routes.slot_of.shape[1]
     return cast(Tensor, _IntoSlots.apply(x, token_of_slot, routes.slot_of, routes.kept))  # type: ignore[no-untyped-call]
 
 
-def _out_of_slots(y: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+def _out_of_slots(y: Tensor, weights: Tensor, routes: Routing) -> Tensor:
     tables = (routes.slot_of, routes.assignment_of_slot, routes.filled)
     return cast(Tensor, _OutOfSlots.apply(y, weights * routes.kept, *tables))  # type: ignore[no-untyped-call]
 

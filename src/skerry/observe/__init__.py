@@ -5,7 +5,7 @@ from __future__ import annotations
 from skerry.observe.accounting import Accountant, RunAccount, account_of
 from skerry.observe.ledger import Ledger, audit_run, ledger_lines, ledger_summary
 from skerry.observe.plot import plot_run
-from skerry.observe.status import Event, IslandStatus, Result, RunStatus, Validation
+from skerry.observe.status import Event, IslandStatus, Result, RunStatus, ValidationPoint
 from skerry.observe.text import account_lines, link_lines, summary
 from skerry.observe.view import LiveView, PlainView, View, open_view
 
@@ -19,7 +19,7 @@ __all__ = [
     "Result",
     "RunAccount",
     "RunStatus",
-    "Validation",
+    "ValidationPoint",
     "View",
     "account_lines",
     "account_of",

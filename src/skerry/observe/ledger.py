@@ -21,15 +21,27 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from skerry.core import records
 from skerry.core.leases.ranges import Leases
+from skerry.core.schema import TapeRecord
 from skerry.syncer.storage.run_folder import read_identity, read_tape
 
-KINDS = ("joined", "left", "banked", "ended", "leased", "returned", "merged", "tape_gap", "tape_recovered")
+KINDS = (
+    records.Joined,
+    records.Left,
+    records.Banked,
+    records.Ended,
+    records.Leased,
+    records.Returned,
+    records.Merged,
+    records.TapeGap,
+    records.TapeRecovered,
+)
 MUCH_REPLACED = 0.2
 """Of τ out of H steps the work is replaced by design; so much of it is a sign that the settings do not fit."""
 Span = tuple[int, int]
@@ -127,29 +139,29 @@ class Auditor:
         self._ended = False
         self._ledger = Ledger(tokens=[TokenAccount() for _ in range(fragments)])
 
-    def apply(self, kind: str, data: Mapping[str, Any]) -> None:
-        if kind == "joined":
-            before = self._present.get(data["learner"])
-            if before not in (None, data["session"]):
+    def apply(self, record: TapeRecord) -> None:
+        if isinstance(record, records.Joined):
+            before = self._present.get(record.learner)
+            if before not in (None, record.session):
                 self._end(before)
-            self._present[data["learner"]] = data["session"]
-            self._of(data["session"], data["learner"]).ended = False
-        elif kind == "left":
-            self._end(self._present.get(data["learner"]))
-        elif kind == "banked":
-            self.trained(data["session"], data["learner"], data["tokens"])
-            self._end(data["session"])
-        elif kind == "ended":
+            self._present[record.learner] = record.session
+            self._of(record.session, record.learner).ended = False
+        elif isinstance(record, records.Left):
+            self._end(self._present.get(record.learner))
+        elif isinstance(record, records.Banked):
+            self.trained(record.session, record.learner, record.tokens)
+            self._end(record.session)
+        elif isinstance(record, records.Ended):
             self._ended = True
-        elif kind == "leased":
-            self._leased(data)
-        elif kind == "returned":
-            self._returned(data)
-        elif kind == "merged":
-            self._merged(data)
-        elif kind == "tape_gap":
+        elif isinstance(record, records.Leased):
+            self._leased(record)
+        elif isinstance(record, records.Returned):
+            self._returned(record)
+        elif isinstance(record, records.Merged):
+            self._merged(record)
+        elif isinstance(record, records.TapeGap):
             self._ledger.incomplete = True
-        elif kind == "tape_recovered":
+        elif isinstance(record, records.TapeRecovered):
             self._ledger.recovered = True
 
     def trained(self, session: str, learner: str, tokens: int) -> None:
@@ -169,21 +181,20 @@ class Auditor:
         if session is not None and session in self._leasings:
             self._leasings[session].ended = True
 
-    def _leased(self, data: Mapping[str, Any]) -> None:
-        leasing = self._of(data["session"], data["learner"])
-        position, start, count = data["position"], data["start"], data["count"]
-        if position != leasing.total:
-            self._wrong(f"{leasing.learner} was given position {position} after {leasing.total}")
-        leasing.given.append((position, data["pool"], start, count))
-        self._hand_over(data["pool"], (start, start + count), None, leasing.session)
+    def _leased(self, lease: records.Leased) -> None:
+        leasing = self._of(lease.session, lease.learner)
+        if lease.position != leasing.total:
+            self._wrong(f"{leasing.learner} was given position {lease.position} after {leasing.total}")
+        leasing.given.append((lease.position, lease.pool, lease.start, lease.count))
+        self._hand_over(lease.pool, (lease.start, lease.start + lease.count), None, leasing.session)
 
-    def _returned(self, data: Mapping[str, Any]) -> None:
-        leasing = self._of(data["session"], data["learner"])
-        count = sum(count for _, _, count in data["ranges"])
-        leasing.returned.append((data["position"], data["position"] + count))
-        if data["position"] + count != leasing.total:
-            self._wrong(f"{leasing.learner} gave back up to {data['position'] + count} of {leasing.total}")
-        for pool, start, count in data["ranges"]:
+    def _returned(self, returned: records.Returned) -> None:
+        leasing = self._of(returned.session, returned.learner)
+        end = returned.position + sum(count for _, _, count in returned.ranges)
+        leasing.returned.append((returned.position, end))
+        if end != leasing.total:
+            self._wrong(f"{leasing.learner} gave back up to {end} of {leasing.total}")
+        for pool, start, count in returned.ranges:
             self._hand_over(pool, (start, start + count), leasing.session, None)
 
     def _hand_over(self, pool: str, numbers: Span, before: str | None, after: str | None) -> None:
@@ -203,16 +214,15 @@ class Auditor:
             kept += [(x, y, holder) for x, y in ((a, min(b, start)), (max(a, stop), b)) if x < y]
         spans[first:last] = _joined([*kept, (start, stop, after)])
 
-    def _merged(self, data: Mapping[str, Any]) -> None:
-        fragment = data["fragment"]
-        for share in data["shares"]:
-            leasing = self._of(share["session"], share["name"])
-            leasing.merged[fragment].append((share["upto_tokens"] - share["tokens"], share["upto_tokens"]))
-            start, stop = share["samples"]
+    def _merged(self, merge: records.Merged) -> None:
+        for share in merge.shares:
+            leasing = self._of(share.session, share.learner)
+            leasing.merged[merge.fragment].append((share.at_tokens - share.tokens, share.at_tokens))
+            start, stop = share.samples
             if stop > leasing.total:
                 self._wrong(f"{leasing.learner} contributed samples up to {stop} and was given {leasing.total}")
             if stop > start:
-                leasing.applied[fragment].append((start, stop))
+                leasing.applied[merge.fragment].append((start, stop))
 
     # ------------------------------------------------------------ the sum
 

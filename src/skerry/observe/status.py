@@ -117,7 +117,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationPoint:
     """One look at the global model."""
 
     elapsed_s: float
@@ -154,7 +154,7 @@ class RunStatus:
         self.elapsed_s = 0.0
         self.islands: dict[str, IslandStatus] = {}
         self.events: list[Event] = []
-        self.validations: list[Validation] = []
+        self.validations: list[ValidationPoint] = []
         self.result: Result | None = None
         self._merges_reported: int | None = None
         self._merges_seen = 0
@@ -215,7 +215,7 @@ class RunStatus:
         return max(0, self.budget_tokens - self.tokens) / rate
 
     @property
-    def latest_validation(self) -> Validation | None:
+    def latest_validation(self) -> ValidationPoint | None:
         return self.validations[-1] if self.validations else None
 
     @property
@@ -296,7 +296,7 @@ class RunStatus:
 
     def _take_validation(self, record: Mapping[str, Any], at: float) -> None:
         tokens, step = count(record, "tokens", self.tokens), count(record, "step", self.step)
-        self.validations.append(Validation(self.elapsed_s, tokens, step, number(record, "loss")))
+        self.validations.append(ValidationPoint(self.elapsed_s, tokens, step, number(record, "loss")))
 
     def _take_event(self, record: Mapping[str, Any], at: float) -> None:
         what = text(record, "what")

@@ -6,7 +6,7 @@ Everything here returns text without control characters, whatever the records ho
 from __future__ import annotations
 
 from skerry.observe.accounting import RunAccount
-from skerry.observe.status import Event, RunStatus, Validation
+from skerry.observe.status import Event, RunStatus, ValidationPoint
 
 LOSSES_LISTED = 8
 """With more islands than this a progress line gives the range of their losses, not each."""
@@ -76,7 +76,7 @@ def describe(event: Event) -> str:
     return f"{words}: {detail}" if detail else words
 
 
-def describe_validation(point: Validation) -> str:
+def describe_validation(point: ValidationPoint) -> str:
     found = "is not a number" if point.loss is None else f"{point.loss:.4f}"
     return f"validation loss {found} at {tokens_of(point.tokens, 0)} tokens, step {point.step}"
 

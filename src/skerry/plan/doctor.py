@@ -37,7 +37,7 @@ SOON_DAYS = 14
 
 
 @dataclass
-class Findings:
+class Diagnosis:
     address: str
     well: bool = True
     connect_s: float | None = None
@@ -57,9 +57,9 @@ class Findings:
         return dataclasses.asdict(self)
 
 
-def examine(address: str, tls: TLS | None, connections: int, seconds: float, say: Callable[[str], None]) -> Findings:
+def examine(address: str, tls: TLS | None, connections: int, seconds: float, say: Callable[[str], None]) -> Diagnosis:
     """Look at one thing after the other, and say what was found at once. What cannot be looked at ends it."""
-    found = Findings(address, tls=tls is not None)
+    found = Diagnosis(address, tls=tls is not None)
 
     def tell(what: str, words: str, well: bool = True) -> None:
         found.well &= well
@@ -92,7 +92,7 @@ def _connect(address: str) -> float:
     return time.monotonic() - started
 
 
-def _look_at_certificate(address: str, tls: TLS | None, found: Findings, tell: Tell) -> None:
+def _look_at_certificate(address: str, tls: TLS | None, found: Diagnosis, tell: Tell) -> None:
     if tls is None:
         tell("TLS", "none, which is for one machine only")
         return
@@ -116,7 +116,7 @@ def _look_at_certificate(address: str, tls: TLS | None, found: Findings, tell: T
     tell("TLS", words, well=found.certificate_days > SOON_DAYS)
 
 
-async def _look_at_syncer(address: str, tls: TLS | None, found: Findings, tell: Tell) -> SyncConfig | None:
+async def _look_at_syncer(address: str, tls: TLS | None, found: Diagnosis, tell: Tell) -> SyncConfig | None:
     async with open_channel(address, tls) as channel:
         stub = SyncerStub(channel)
         try:
@@ -146,7 +146,7 @@ async def _look_at_syncer(address: str, tls: TLS | None, found: Findings, tell: 
 
 
 async def _look_at_bandwidth(
-    address: str, tls: TLS | None, connections: int, seconds: float, found: Findings, tell: Tell
+    address: str, tls: TLS | None, connections: int, seconds: float, found: Diagnosis, tell: Tell
 ) -> None:
     async with contextlib.AsyncExitStack() as opened:
         channels = [await opened.enter_async_context(open_channel(address, tls)) for _ in range(connections)]

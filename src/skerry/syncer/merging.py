@@ -9,8 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 from skerry.core import messages as m
 from skerry.errors import SkerryError
-from skerry.syncer.published import Published
-from skerry.syncer.rpc.fragments import Bulk, Gathered
+from skerry.syncer.rpc.fragments import ServedFragments
+from skerry.syncer.rpc.published import Published
+from skerry.syncer.rpc.uploads import Contributions, Gathered
 from skerry.syncer.storage.good_copies import GoodCopies
 from skerry.syncer.storage.run_folder import read_values
 from skerry.syncer.storage.store import RunStore, Written
@@ -28,25 +29,31 @@ class Plane(Protocol):
     """Where the data of fragments is: in this process, or in shards."""
 
     async def make(self, order: m.Merge) -> Written:
-        """Compute the version and write its file, which does not count yet. Raises SkerryError; it may be tried again."""
+        """Compute the version and write its file, which does not count yet. Raises SkerryError; it may be retried."""
         ...
 
     async def publish(self, written: Written) -> None:
-        """The version that was made last counts now: from here on it is what learners get."""
+        """The version made last counts now: from here on it is what learners get."""
         ...
 
     async def put_back(self, written: Written, state: FragmentState) -> None:
-        """This version counts now, made elsewhere. What was gathered for the fragment is not wanted any more."""
+        """This version counts now, made elsewhere. What was gathered for the fragment is no longer wanted."""
         ...
 
 
 class LocalPlane:
     """Fragments whose data is in this process."""
 
-    def __init__(self, layout: Layout, radial: bool, bulk: Bulk, write: Callable[[m.Merge, FragmentState], Written]) -> None:
-        self._layout = layout
-        self._radial = radial
-        self._bulk = bulk
+    def __init__(
+        self,
+        layout: Layout,
+        radial: bool,
+        served: ServedFragments,
+        contributions: Contributions,
+        write: Callable[[m.Merge, FragmentState], Written],
+    ) -> None:
+        self._layout, self._radial = layout, radial
+        self._served, self._contributions = served, contributions
         self._write = write
         self._states: dict[int, FragmentState] = {}
         self._made: dict[int, tuple[FragmentState, Published]] = {}
@@ -54,16 +61,17 @@ class LocalPlane:
 
     def serve(self, fragment: int, version: int, state: FragmentState) -> None:
         self._states[fragment] = state
-        self._bulk.publish_whole(fragment, version, state)
+        self._served.serve_whole(fragment, version, state)
 
     def withdraw(self, fragment: int) -> None:
-        """It is not served here any more."""
+        """It is no longer served here."""
         self._states.pop(fragment, None)
         self._made.pop(fragment, None)
-        self._bulk.withdraw(fragment)
+        self._served.withdraw(fragment)
+        self._contributions.forget(fragment)
 
     async def make(self, order: m.Merge) -> Written:
-        gathered = self._bulk.gathered(order)
+        gathered = self._contributions.gathered(order)
         state, published, written = await in_pool(self.pool, self._compute, order, gathered)
         self._made[order.fragment] = state, published
         return written
@@ -84,17 +92,17 @@ class LocalPlane:
             norms=[one.norms for one in gathered],
             fresh=order.fresh,
         )
-        state, published = self._bulk.encode(order.fragment, order.version, before, after)
+        state, published = self._served.encode(order.fragment, order.version, before, after)
         return state, published, self._write(order, state)
 
     async def publish(self, written: Written) -> None:
         fragment = written.order.fragment
         self._states[fragment], published = self._made.pop(fragment)
-        self._bulk.publish(fragment, published)
-        self._bulk.merged(written.order)
+        self._served.serve(fragment, published)
+        self._contributions.merged(written.order)
 
     async def put_back(self, written: Written, state: FragmentState) -> None:
-        self._bulk.forget(written.order.fragment)
+        self._contributions.forget(written.order.fragment)
         self.serve(written.order.fragment, written.order.version, state)
 
     def close(self) -> None:
@@ -102,16 +110,16 @@ class LocalPlane:
 
 
 class Merger:
-    """In the process of the state machine, which hears what became of its orders."""
+    """Carries out the core's orders and reports back as events."""
 
     def __init__(self, store: RunStore, plane: Plane, tape: Tape) -> None:
         self._store = store
         self._plane = plane
         self._tape = tape
-        self._good = GoodCopies(store.folder)
+        self._good = GoodCopies(store.folder, store.disk)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skerry-copies")
 
-    async def merge(self, order: m.Merge) -> m.Event:
+    async def merge(self, order: m.Merge) -> m.Stored | m.StoreFailed:
         try:
             written = await self._plane.make(order)
             await self._tape.commit(written)
@@ -120,22 +128,22 @@ class Merger:
         await self._plane.publish(written)
         return m.Stored(order.fragment, order.version)
 
-    async def keep_good(self, step: int) -> m.Event:
+    async def keep_good(self, step: int) -> m.GoodCopyKept:
         def keep() -> None:
             self._good.keep(step, read_values(self._store.folder, self._store.identity))
 
         try:
             await in_pool(self._thread, keep)
         except SkerryError as error:
-            return m.GoodKept(step, str(error))
-        return m.GoodKept(step)
+            return m.GoodCopyKept(step, str(error))
+        return m.GoodCopyKept(step)
 
-    async def restore(self, order: m.Restore) -> m.Event:
-        """A version made of the good copy, stored and announced as any other; its momentum starts anew."""
-        blank = m.Merge(order.fragment, order.version, order.step, (), 0.0, 0.0, 0.0)
+    async def restore(self, order: m.Restore) -> m.Stored | m.StoreFailed:
+        """A version made of the good copy, stored and announced like any other, with fresh momentum."""
+        blank = m.Merge(order.fragment, order.version, order.round, (), 0.0, 0.0, 0.0)
         try:
             values = await in_pool(self._thread, self._good.read, order.good_step, order.fragment)
-            # Whole: a difference that could not express all of it would leave learners with some of what went wrong.
+            # Whole: a lossy difference would leave learners with some of what went wrong.
             state = FragmentState.fresh(values)
             written = await in_pool(self._thread, self._store.write, blank, state)
             await self._tape.commit(written)

@@ -1,20 +1,39 @@
-"""What the syncer writes to `metrics.jsonl`, for people to look at."""
+"""What the syncer writes to `metrics.jsonl`, for people to look at: the run and every learner once a second, merges, events."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from skerry.clock import Clock
 from skerry.core import messages as m
+from skerry.core import records
+from skerry.core.schema import TapeRecord
 from skerry.core.syncer import SyncerCore
 from skerry.metrics import MetricsWriter
 
-EVENTS = ("joined", "disconnected", "lost", "left", "began", "closing", "syncer_started", "merge_failed", "unhealthy",
-          "quarantined", "readmitted", "diverged", "not_restored", "shard_joined", "shard_lost", "left_out", "recovered",
-          "tape_recovered")  # fmt: skip
+EVENTS = (
+    records.Joined,
+    records.Disconnected,
+    records.Lost,
+    records.Left,
+    records.Began,
+    records.Closing,
+    records.SyncerStarted,
+    records.MergeFailed,
+    records.Unhealthy,
+    records.Quarantined,
+    records.Readmitted,
+    records.Diverged,
+    records.NotRestored,
+    records.ShardJoined,
+    records.ShardLost,
+    records.LeftOut,
+    records.Recovered,
+    records.TapeRecovered,
+)
+"""Records that are shown as events."""
 
 
 @dataclass
@@ -30,7 +49,7 @@ class Vitals:
     link: dict[str, float] | None = None
 
 
-class Diary:
+class MetricsLog:
     def __init__(self, folder: Path, clock: Clock) -> None:
         self._writer = MetricsWriter(folder / "metrics.jsonl")
         self._closed = False
@@ -49,10 +68,11 @@ class Diary:
         if not self._closed:  # what happens while the process ends need not be shown
             self._writer.write(kind, **fields)
 
-    def event(self, kind: str, data: dict[str, Any]) -> None:
-        if kind in EVENTS:
+    def event(self, record: TapeRecord) -> None:
+        if isinstance(record, EVENTS):
+            data = record.to_json()
             detail = ", ".join(f"{key} {value}" for key, value in data.items() if key not in ("learner", "session"))
-            self._note("event", what=kind.replace("_", " "), island=data.get("learner"), detail=detail)
+            self._note("event", what=record.kind.replace("_", " "), island=data.get("learner"), detail=detail)
 
     def merged(self, order: m.Merge, seconds: float) -> None:
         total = sum(share.weight for share in order.shares)
@@ -60,24 +80,24 @@ class Diary:
             "merge",
             fragment=order.fragment,
             version=order.version,
-            step=order.step,
-            contributors={share.name: round(share.weight / total, 4) for share in order.shares},
+            step=order.round,
+            contributors={share.learner: round(share.weight / total, 4) for share in order.shares},
             asked=order.asked,
             seconds=round(seconds, 6),
         )
 
     def summary(self, core: SyncerCore, vitals: Mapping[str, Vitals]) -> None:
         """The run and every learner, as they are now."""
-        now = self._clock.now()
-        live = [learner for learner in core.learners.values() if learner.phase in ("training", "leaving")]
+        now, participation = self._clock.now(), core.rounds.participation
+        live = core.run.in_phase("training", "leaving")
         self._note(
             "run",
             phase=core.phase,
             step=core.step,
             tokens=core.tokens,
             budget_tokens=core.sync.budget_tokens,
-            merges=core.merges,
-            participation=sum(core.participation) / len(core.participation) if core.participation else None,
+            merges=core.run.merges,
+            participation=sum(participation) / len(participation) if participation else None,
             live=len(live),
             expected=core.sync.start_with,
         )
@@ -85,7 +105,7 @@ class Diary:
             del self._counts[name], self._said[name]
             self._last.pop(name, None)
         for learner in core.learners.values():
-            counted = sum(fragment.counted_upto(learner.name) for fragment in core.fragments) // len(core.fragments)
+            counted = sum(fragment.counted_step(learner.name) for fragment in core.fragments) // len(core.fragments)
             if learner.phase == "gone":
                 # Those who came and went are many in a long run.
                 last = (learner.session, learner.tokens, learner.merges, counted)

@@ -9,91 +9,97 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from skerry.checksum import checksum
-from skerry.clock import Clock
 from skerry.core import messages as m
-from skerry.core.syncer import RETURN_S, SyncerCore
+from skerry.core.syncer import RETURN_S
 from skerry.errors import StoreError
-from skerry.syncer.rpc.state_relay import Relay
+from skerry.syncer.decisions import Decisions
+from skerry.syncer.rpc.state_relay import StateRelay
 from skerry.syncer.storage.store import RunStore
-from skerry.syncer.storage.tape import Tape
 from skerry.tensors.codecs.codec import byte_tensor
 
-ANSWER_S = 60.0
+ANSWER_S = 15.0
 """How long an island may take to send a fragment."""
 RETRY_S = 1.0
 
 
-class Host(Protocol):
-    core: SyncerCore
-    clock: Clock
-
-    def dispatch(self, event: m.Event) -> None: ...
-
-
 class Rescue:
-    def __init__(self, store: RunStore, tape: Tape, relay: Relay, host: Host, serve: Callable[[int], None]) -> None:
+    def __init__(self, store: RunStore, decisions: Decisions, relay: StateRelay, serve: Callable[[int], None]) -> None:
         """`serve` is called with each fragment once its file is whole again."""
-        self._store, self._tape, self._relay, self._host, self._serve = store, tape, relay, host, serve
+        self._store, self._decisions, self._relay, self._serve = store, decisions, relay, serve
         self._held: dict[str, tuple[int, ...]] = {}
         self._asked: set[tuple[str, int]] = set()
         self._news = asyncio.Event()
+        self._closing = False
         self.over = asyncio.Event()
-        """Every fragment has a whole file."""
+        """Every fragment has a whole file, or the syncer stops."""
         if not store.fallbacks:
             self.over.set()
 
-    def joined(self, name: str, held: tuple[int, ...]) -> None:
+    def joined(self, learner: str, held: tuple[int, ...]) -> None:
         """A learner connected, with these versions."""
         if not self.over.is_set():
-            self._held[name] = held
+            self._held[learner] = held
+            self._asked -= {(learner, fragment) for fragment in self._store.fallbacks}
             self._news.set()
+
+    def close(self) -> None:
+        self._closing = True
+        self._news.set()
+        self.over.set()
 
     async def run(self) -> None:
         """Until every fragment is served again."""
-        deadline = self._host.clock.now() + RETURN_S
-        while self._store.fallbacks:
+        deadline = self._decisions.clock.now() + RETURN_S
+        while self._store.fallbacks and not self._closing:
             self._news.clear()
-            for fragment in list(self._store.fallbacks):
-                await self._ask_islands(fragment)
-            left = deadline - self._host.clock.now()
-            if self._store.fallbacks and left <= 0:
+            await asyncio.gather(*(self._ask_islands(fragment) for fragment in list(self._store.fallbacks)))
+            left = deadline - self._decisions.clock.now()
+            if self._store.fallbacks and not self._news.is_set() and left <= 0:
                 await self._fall_back()
             elif self._store.fallbacks:
-                await _wait(self._news, left)
+                await _wait(self._news, max(left, 0.0))
         self.over.set()
 
     async def _ask_islands(self, fragment: int) -> None:
+        """Every island that holds the version, at once: one that never answers must not cost the answer of another."""
         lost = self._store.fallbacks[fragment]
-        for name, held in list(self._held.items()):
-            if (name, fragment) in self._asked or lost.public is None or held[fragment : fragment + 1] != (lost.version,):
-                continue
-            self._asked.add((name, fragment))
-            header, data = await self._relay.ask_held(name, fragment, lost.version, ANSWER_S)
-            if header.reason or checksum(data) != lost.public:
-                continue
-            values = byte_tensor(data).view(torch.float32)
-            try:
-                await self._tape.between_commits(lambda v=values, n=name: self._store.take_bytes(fragment, v, n))  # type: ignore[misc]
-            except StoreError:
-                await asyncio.sleep(RETRY_S)  # a disk that is full now may not be later
-                self._asked.discard((name, fragment))
-                continue
-            self._serve(fragment)
+        if lost.public is None:
             return
+        holders = [name for name, held in self._held.items() if held[fragment : fragment + 1] == (lost.version,)]
+        asked = [name for name in holders if (name, fragment) not in self._asked]
+        self._asked |= {(name, fragment) for name in asked}
+        await asyncio.gather(*(self._ask(name, fragment, lost.version, lost.public) for name in asked))
+
+    async def _ask(self, learner: str, fragment: int, version: int, expected: int) -> None:
+        while fragment in self._store.fallbacks and not self._closing:
+            header, data = await self._relay.ask_held(learner, fragment, version, ANSWER_S)
+            if header.reason and not header.again:
+                return
+            if not header.reason and fragment in self._store.fallbacks:
+                if checksum(data) != expected:
+                    return
+                values = byte_tensor(data).view(torch.float32)
+                try:
+                    await self._decisions.tape.between_commits(self._store.take_bytes, fragment, values, learner)
+                except StoreError:
+                    pass  # a disk that is full now may not be later
+                else:
+                    self._serve(fragment)
+                    return
+            await asyncio.sleep(RETRY_S)
 
     async def _fall_back(self) -> None:
-        made: dict[int, int] = {}
-        try:
-            await self._tape.between_commits(lambda: made.update(self._store.fall_back(list(self._store.fallbacks))))
-        except StoreError:
-            await asyncio.sleep(RETRY_S)
-        for fragment, version in made.items():
-            self._host.dispatch(m.Recovered(fragment, version))
+        for fragment in list(self._store.fallbacks):
+            try:
+                version = await self._decisions.tape.between_commits(self._store.fall_back, fragment)
+            except StoreError:
+                await _wait(self._news, RETRY_S)  # the next turn tries again
+                return
+            self._decisions.dispatch(m.FragmentRecovered(fragment, version))
             self._serve(fragment)
 
 

@@ -11,7 +11,7 @@ from skerry.errors import ConfigError
 from skerry.tensors.fragments import Rule, TensorSpec
 
 
-class Place(NamedTuple):
+class TensorSlot(NamedTuple):
     """An entry of a module's own table of parameters or buffers."""
 
     table: Mapping[str, Tensor | None]
@@ -53,13 +53,13 @@ def model_tensors(model: nn.Module) -> list[tuple[TensorSpec, Tensor]]:
     return found
 
 
-def places_of(model: nn.Module, tensors: Sequence[Tensor]) -> list[Place]:
+def slots_of(model: nn.Module, tensors: Sequence[Tensor]) -> list[TensorSlot]:
     """Where in the model each of its tensors stands. What is found there later may be another one."""
-    found: dict[int, Place] = {}
+    found: dict[int, TensorSlot] = {}
     for module in _unwrapped(model).modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
-                found.setdefault(id(tensor), Place(table, key))
+                found.setdefault(id(tensor), TensorSlot(table, key))
     return [found[id(tensor)] for tensor in tensors]
 
 

@@ -6,13 +6,13 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable
 from types import FrameType
 
-from skerry.clock import Clock
 from skerry.config import Config
 from skerry.errors import RunFailed
-from skerry.learner.learner import Learner, join
+from skerry.learner.join import join
+from skerry.learner.learner import Learner
+from skerry.learner.seams import Seams
 from skerry.train.job import build_job, lr_factor
 from skerry.wire.channel import TLS
 
@@ -32,8 +32,7 @@ def run_island(
     keep: str | None = None,
     region: str = "",
     cap_mbit: float | None = None,
-    clock: Clock | None = None,
-    on_joined: Callable[[Learner], None] | None = None,
+    seams: Seams | None = None,
 ) -> None:
     job = build_job(config, region)
     learner = join(
@@ -47,12 +46,10 @@ def run_island(
         region=region,
         connections=config.islands.connections,
         cap_mbit=config.islands.cap_mbit if cap_mbit is None else cap_mbit,
-        clock=clock,
+        seams=seams,
     )
     where = (learner.slot, learner.step, learner.optimizer_state, job.device)
     log.info("%s joined in slot %d at step %d with optimizer state %s, on %s", name, *where)
-    if on_joined is not None:
-        on_joined(learner)
     asked_to_stop = False
 
     def on_terminate(number: int, frame: FrameType | None) -> None:

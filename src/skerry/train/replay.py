@@ -24,15 +24,15 @@ from skerry.errors import ReplayError
 from skerry.learner.replica import Replica
 from skerry.learner.state.optimizer_state import OptimizerState
 from skerry.models.gpt import build_gpt
+from skerry.syncer.storage.create import gather
 from skerry.syncer.storage.run_folder import read_checksums, read_fixed
-from skerry.syncer.storage.store import gather
 from skerry.syncer.storage.version_file import state_checksum
 from skerry.tensors.codecs.per_tensor import fragment_codec
 from skerry.tensors.merge import FragmentState, merge, publish
 from skerry.tensors.model import model_tensors
 from skerry.train.island import COLD_STEPS
 from skerry.train.job import Job, build_job, build_optimizers, load_weights_file, lr_factor
-from skerry.train.recording import Merged, Process, Recording
+from skerry.train.recording import OuterStep, RecordedSession, Recording
 
 SYNCER_THREADS = 1
 
@@ -40,7 +40,7 @@ SYNCER_THREADS = 1
 class IslandAgain:
     """A process of an island that takes its steps again."""
 
-    def __init__(self, replay: Replay, process: Process) -> None:
+    def __init__(self, replay: Replay, process: RecordedSession) -> None:
         self._replay, self._process = replay, process
         self._config = replay.recording.config
         self._threads = _threads(process)
@@ -213,7 +213,7 @@ class Replay:
     def _count_uses(self) -> dict[tuple[int, int], int]:
         """How often each version is adopted: it is kept until then."""
         uses: dict[tuple[int, int], int] = defaultdict(int)
-        for process in self.recording.processes.values():
+        for process in self.recording.sessions.values():
             for steps, entries in process.adopted.items():
                 for fragment, version, _ in entries if steps <= process.needed else ():
                     uses[fragment, version] += 1
@@ -242,23 +242,21 @@ class Replay:
 
     def island(self, session: str) -> IslandAgain:
         if session not in self._islands:
-            if session not in self.recording.processes:
+            if session not in self.recording.sessions:
                 raise ReplayError(f"the tape does not know process {session[:8]}")
-            self._islands[session] = IslandAgain(self, self.recording.processes[session])
+            self._islands[session] = IslandAgain(self, self.recording.sessions[session])
         return self._islands[session]
 
-    def run(self, outer_steps: int | None = None) -> Iterator[Merged]:
+    def run(self, outer_steps: int | None = None) -> Iterator[OuterStep]:
         """Execute outer steps, one after the other, up to this many; raises ReplayError where something comes out otherwise."""
         for merged in self.recording.merges[self.done : outer_steps]:
             self._merge(merged)
             self.done += 1
             yield merged
 
-    def _merge(self, merged: Merged) -> None:
-        data, fragment = merged.data, merged.fragment
-        deltas = []
-        for share in data["shares"]:
-            deltas.append(self.island(share["session"]).contribution(fragment, share["upto"]))
+    def _merge(self, outer: OuterStep) -> None:
+        merged, fragment = outer.merge, outer.merge.fragment
+        deltas = [self.island(share.session).contribution(fragment, share.at_step) for share in merged.shares]
         torch.set_num_threads(SYNCER_THREADS)
         before = self.states[fragment]
         after = merge(
@@ -266,20 +264,20 @@ class Replay:
             self._layout.fragments[fragment],
             before,
             deltas,
-            [share["weight"] for share in data["shares"]],
+            [share.weight for share in merged.shares],
             radial=self.recording.identity.sync.merge == "radial",
-            lr=data["outer_lr"],
-            momentum=data["outer_momentum"],
-            presence=data["presence"],
-            fresh=[share["base"] == merged.version - 1 for share in data["shares"]],
+            lr=merged.outer_lr,
+            momentum=merged.outer_momentum,
+            presence=merged.presence,
+            fresh=[share.base == merged.version - 1 for share in merged.shares],
         )
         self.states[fragment], _ = publish(before, after, self._shown[fragment])
-        if state_checksum(self.states[fragment]) != merged.checksum:
-            names = ", ".join(share["name"] for share in data["shares"])
-            what = f"outer step {self.done + 1}, {merged}, with contributions of {names}"
+        if state_checksum(self.states[fragment]) != outer.checksum:
+            names = ", ".join(share.learner for share in merged.shares)
+            what = f"outer step {self.done + 1}, {outer}, with contributions of {names}"
             raise ReplayError(f"{what}, does not come out as it was")
-        for share in data["shares"]:
-            self._counted[fragment, share["session"]].append((merged.version, share["upto"]))
+        for share in merged.shares:
+            self._counted[fragment, share.session].append((merged.version, share.at_step))
         self._publish(fragment, merged.version)
 
     def model(self) -> dict[str, Tensor]:
@@ -292,7 +290,7 @@ class Replay:
         return {spec.name: flat[spec.name].reshape(spec.shape) for spec in self._layout.tensors if spec.rule != "fixed"}
 
 
-def _threads(process: Process) -> int:
+def _threads(process: RecordedSession) -> int:
     """Of the process, as it said itself. The order of sums depends on it."""
     found = re.search(r", (\w+)(?::\d+)?, (\d+) threads", process.platform)
     if found is None or found[1] != "cpu":

@@ -13,7 +13,7 @@ import grpc
 
 from skerry.errors import ConfigError, WireError
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 # A message is a small control message or one chunk. Keep-alive finds a dead peer behind a silent network path, and keeps
 # NAT entries open. Local sub-channel pools keep gRPC from putting control and bulk onto one TCP connection.

@@ -38,7 +38,7 @@ class SyncerService(Protocol):
     def shard(self, messages: AsyncIterator[pb.FromShard | None], context: Any) -> AsyncIterator[pb.ToShard]: ...
 
 
-class BulkService(Protocol):
+class BulkHandler(Protocol):
     """What a shard implements."""
 
     async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None: ...
@@ -82,12 +82,12 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
 
 
-def add_bulk_to_server(service: BulkService, server: grpc.aio.Server) -> None:
+def add_bulk_to_server(service: BulkHandler, server: grpc.aio.Server) -> None:
     handler = grpc.method_handlers_generic_handler(_SERVICE, {"Bulk": _bulk_handler(service)})
     server.add_generic_rpc_handlers((handler,))
 
 
-def _bulk_handler(service: BulkService) -> Any:
+def _bulk_handler(service: BulkHandler) -> Any:
     return grpc.stream_stream_rpc_method_handler(service.bulk, or_none(unpack(pb.BulkToSyncer)), pack)
 
 

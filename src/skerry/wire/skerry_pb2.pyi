@@ -229,12 +229,12 @@ class DataNeed(_message.Message):
     def __init__(self, given: _Optional[int] = ..., taken: _Optional[int] = ..., wanted: _Optional[int] = ..., least: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class NothingToGive(_message.Message):
-    __slots__ = ("fragment", "step")
+    __slots__ = ("fragment", "round")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     fragment: int
-    step: int
-    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    round: int
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ()
@@ -287,7 +287,7 @@ class Pong(_message.Message):
     def __init__(self, ping: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_steps", "quarantined", "leased", "places")
+    __slots__ = ("run_id", "slot", "step", "resumed", "versions", "run_tokens", "counted", "merged_rounds", "quarantined", "leased", "places")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -295,7 +295,7 @@ class Welcome(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
-    MERGED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MERGED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
@@ -306,11 +306,11 @@ class Welcome(_message.Message):
     versions: _containers.RepeatedScalarFieldContainer[int]
     run_tokens: int
     counted: _containers.RepeatedScalarFieldContainer[int]
-    merged_steps: _containers.RepeatedScalarFieldContainer[int]
+    merged_rounds: _containers.RepeatedScalarFieldContainer[int]
     quarantined: bool
     leased: int
     places: Places
-    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ..., merged_steps: _Optional[_Iterable[int]] = ..., quarantined: bool = ..., leased: _Optional[int] = ..., places: _Optional[_Union[Places, _Mapping]] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., resumed: bool = ..., versions: _Optional[_Iterable[int]] = ..., run_tokens: _Optional[int] = ..., counted: _Optional[_Iterable[int]] = ..., merged_rounds: _Optional[_Iterable[int]] = ..., quarantined: bool = ..., leased: _Optional[int] = ..., places: _Optional[_Union[Places, _Mapping]] = ...) -> None: ...
 
 class Places(_message.Message):
     __slots__ = ("addresses", "of_fragment")
@@ -351,30 +351,30 @@ class Begin(_message.Message):
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("fragment", "step", "min_base", "anew")
+    __slots__ = ("fragment", "round", "min_base", "anew")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     MIN_BASE_FIELD_NUMBER: _ClassVar[int]
     ANEW_FIELD_NUMBER: _ClassVar[int]
     fragment: int
-    step: int
+    round: int
     min_base: int
     anew: bool
-    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., min_base: _Optional[int] = ..., anew: bool = ...) -> None: ...
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., min_base: _Optional[int] = ..., anew: bool = ...) -> None: ...
 
 class Announce(_message.Message):
-    __slots__ = ("fragment", "version", "step", "counted", "run_tokens")
+    __slots__ = ("fragment", "version", "round", "counted", "run_tokens")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
-    step: int
+    round: int
     counted: int
     run_tokens: int
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., counted: _Optional[int] = ..., run_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., round: _Optional[int] = ..., counted: _Optional[int] = ..., run_tokens: _Optional[int] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ()
@@ -451,38 +451,38 @@ class BulkHello(_message.Message):
     def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class Upload(_message.Message):
-    __slots__ = ("fragment", "step", "base", "steps", "tokens", "upto", "codec", "size_bytes", "checksum", "samples_from", "samples_to", "upto_tokens", "journal_json", "first_chunk", "resume")
+    __slots__ = ("fragment", "round", "base", "steps", "tokens", "at_step", "codec", "size_bytes", "checksum", "samples_from", "samples_to", "at_tokens", "journal_json", "first_chunk", "resume")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    UPTO_FIELD_NUMBER: _ClassVar[int]
+    AT_STEP_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FROM_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_TO_FIELD_NUMBER: _ClassVar[int]
-    UPTO_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_JSON_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     fragment: int
-    step: int
+    round: int
     base: int
     steps: int
     tokens: int
-    upto: int
+    at_step: int
     codec: str
     size_bytes: int
     checksum: int
     samples_from: int
     samples_to: int
-    upto_tokens: int
+    at_tokens: int
     journal_json: str
     first_chunk: int
     resume: bool
-    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., upto: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., samples_from: _Optional[int] = ..., samples_to: _Optional[int] = ..., upto_tokens: _Optional[int] = ..., journal_json: _Optional[str] = ..., first_chunk: _Optional[int] = ..., resume: bool = ...) -> None: ...
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., at_step: _Optional[int] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., samples_from: _Optional[int] = ..., samples_to: _Optional[int] = ..., at_tokens: _Optional[int] = ..., journal_json: _Optional[str] = ..., first_chunk: _Optional[int] = ..., resume: bool = ...) -> None: ...
 
 class Fetch(_message.Message):
     __slots__ = ("fragment", "version", "have", "first_chunk", "chunks")
@@ -543,20 +543,20 @@ class BulkToLearner(_message.Message):
     def __init__(self, chunk: _Optional[bytes] = ..., reply: _Optional[_Union[UploadReply, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., seal: _Optional[int] = ...) -> None: ...
 
 class UploadReply(_message.Message):
-    __slots__ = ("fragment", "step", "accepted", "reason", "damaged", "missing")
+    __slots__ = ("fragment", "round", "accepted", "reason", "damaged", "missing")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     fragment: int
-    step: int
+    round: int
     accepted: bool
     reason: str
     damaged: bool
     missing: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, fragment: _Optional[int] = ..., step: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., damaged: bool = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., accepted: bool = ..., reason: _Optional[str] = ..., damaged: bool = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fetched(_message.Message):
     __slots__ = ("fragment", "version", "codec", "size_bytes", "checksum", "reason", "since", "first_chunk", "floor")
@@ -741,36 +741,38 @@ class Verdict(_message.Message):
     def __init__(self, question: _Optional[int] = ..., reason: _Optional[str] = ..., damaged: bool = ..., unhealthy: bool = ..., unmerged: bool = ...) -> None: ...
 
 class MergeOrder(_message.Message):
-    __slots__ = ("fragment", "version", "step", "shares", "outer_lr", "outer_momentum", "presence")
+    __slots__ = ("fragment", "version", "round", "shares", "outer_lr", "outer_momentum", "presence", "tokens")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     OUTER_LR_FIELD_NUMBER: _ClassVar[int]
     OUTER_MOMENTUM_FIELD_NUMBER: _ClassVar[int]
     PRESENCE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
-    step: int
+    round: int
     shares: _containers.RepeatedCompositeFieldContainer[OrderedShare]
     outer_lr: float
     outer_momentum: float
     presence: float
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[OrderedShare, _Mapping]]] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., presence: _Optional[float] = ...) -> None: ...
+    tokens: int
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., round: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[OrderedShare, _Mapping]]] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., presence: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class OrderedShare(_message.Message):
-    __slots__ = ("name", "session", "upto", "weight", "base")
+    __slots__ = ("name", "session", "at_step", "weight", "base")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
-    UPTO_FIELD_NUMBER: _ClassVar[int]
+    AT_STEP_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     name: str
     session: str
-    upto: int
+    at_step: int
     weight: float
     base: int
-    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., upto: _Optional[int] = ..., weight: _Optional[float] = ..., base: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., session: _Optional[str] = ..., at_step: _Optional[int] = ..., weight: _Optional[float] = ..., base: _Optional[int] = ...) -> None: ...
 
 class ShardGoodbye(_message.Message):
     __slots__ = ("reason", "over")

@@ -21,7 +21,7 @@ REPEATED = 4096
 """Ranges that are remembered to be read once more."""
 
 
-class LeaseBook:
+class LeaseCursor:
     def __init__(self, batch: int = 1, batches_per_step: int = 1) -> None:
         self.given = 0
         self.floor = 0

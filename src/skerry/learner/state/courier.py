@@ -7,18 +7,16 @@ import contextlib
 import logging
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skerry.checksum import checksum
 from skerry.errors import WireError
+from skerry.learner.background import Background
+from skerry.learner.session import Session
 from skerry.learner.state.optimizer_state import CannotKeep, OptimizerState
 from skerry.tensors.codecs.codec import raw_bytes
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.calls import TryAgain
 from skerry.wire.framing import state_limit_bytes
-
-if TYPE_CHECKING:
-    from skerry.learner.link import Link
 
 log = logging.getLogger("skerry.learner")
 
@@ -29,14 +27,16 @@ RETRY_S = 0.5
 
 
 class StateCourier:
-    def __init__(self, link: Link, state: OptimizerState) -> None:
+    def __init__(self, session: Session, background: Background, state: OptimizerState) -> None:
         self.state = state
         self.keep: Path | None = None
         """Where the state is kept from time to time."""
-        self._link = link
+        self._session, self._background = session, background
         self._kept_at = 0.0
         self._kept_step = 0
         self._keeping = threading.Lock()
+
+    # ------------------------------------------------------------ on this machine
 
     def time_to_keep(self, now: float) -> bool:
         due = self.keep is not None and now - self._kept_at >= KEEP_EVERY_S
@@ -45,7 +45,7 @@ class StateCourier:
         return due
 
     def keep_beside(self) -> None:
-        """From time to time, in another thread than the one that trains, unless that is still being done."""
+        """In a background thread, unless that is still in progress."""
         if self._keeping.acquire(blocking=False):
             try:
                 self._keep()
@@ -53,77 +53,84 @@ class StateCourier:
                 self._keeping.release()
 
     def keep_now(self) -> None:
-        """The last time."""
+        """For the last time."""
         with self._keeping:
             self._keep()
 
     def _keep(self) -> None:
         """Write it down, for a process that takes this one's place."""
-        exchange, keep, name = self._link.exchange, self.keep, self._link.name
-        assert exchange is not None
-        step = exchange.step
+        session, keep, step = self._session, self.keep, self._session.exchange.step
         if keep is None or step == self._kept_step:
             return
         try:
-            self.state.save_to(keep, self._link.run_id, step, self._link.session, self._journal)
+            self.state.save_to(keep, session.run_id, step, session.id, self._journal)
         except CannotKeep as error:
-            if exchange.totals.steps:
-                log.warning("%s does not keep its optimizer's state: %s", name, error)
+            if session.exchange.totals.steps:
+                log.warning("%s does not keep its optimizer's state: %s", session.name, error)
                 self.keep = None
         except OSError as error:
-            log.warning("%s could not keep its optimizer's state in %s: %s", name, keep, error.strerror)
+            log.warning("%s could not keep its optimizer's state in %s: %s", session.name, keep, error.strerror)
         else:
             self._kept_step = step
 
-    async def give_held(self, ticket: int, fragment: int, version: int) -> None:
-        """The syncer's own copy of a version is damaged, and this island holds it."""
-        link = self._link
-        assert link.routes is not None and link.exchange is not None and link.replica is not None
-        header, data = pb.State(ticket=ticket, parts=1), memoryview(b"")
-        with link.changed:
-            held = link.replica.held(fragment) if fragment < len(link.exchange.held) else None
-            if held is None or link.exchange.held[fragment].version != version:
-                header.reason = f"version {version} of fragment {fragment} is not held here"
-        if held is not None and not header.reason:
-            data = raw_bytes(held)
-            header.size_bytes, header.checksum = len(data), checksum(data)
-        with contextlib.suppress(WireError):  # whoever waits for it finds out
-            await link.routes.main.send_state(header, data)
+    def _journal(self) -> str:
+        with self._session.lock:
+            return self._session.journal.upto(self._session.exchange.totals.steps)
 
-    async def give(self, ticket: int, part: int) -> None:
-        """A peer lost its own."""
-        routes = self._link.routes
-        assert routes is not None
-        header = pb.State(ticket=ticket, part=part, parts=self.state.parts)
-        data = memoryview(b"")
+    # ------------------------------------------------------------ to others
+
+    async def answer(self, asked: pb.GiveState) -> None:
+        """The syncer wants a part of this state for a peer, or the values of a version whose file it has lost."""
+        if asked.HasField("held"):
+            header, data = self._held(asked.ticket, asked.held.fragment, asked.held.version)
+        else:
+            header, data = await self._part(asked.ticket, asked.part)
+        routes = self._session.routes
+        if routes is not None:
+            with contextlib.suppress(WireError):  # whoever waits for it finds out
+                await routes.main.send_state(header, data)
+
+    async def _part(self, ticket: int, part: int) -> tuple[pb.State, memoryview]:
+        header, data = pb.State(ticket=ticket, part=part, parts=self.state.parts), memoryview(b"")
         if part >= self.state.parts:
             header.reason = "there is no such part"
-        else:
-            try:
-                data, header.steps = await self._link.off_loop(self.state.pack, part)
-                header.size_bytes, header.checksum = len(data), checksum(data)
-                header.session, header.journal_json = self._link.session, self._journal()
-            except CannotKeep as error:
-                header.reason = str(error)
-        with contextlib.suppress(WireError):  # whoever waits for it finds out
-            await routes.main.send_state(header, data)
+            return header, data
+        try:
+            data, header.steps = await self._background.in_thread(self.state.pack, part)
+            header.size_bytes, header.checksum = len(data), checksum(data)
+            header.session, header.journal_json = self._session.id, self._journal()
+        except CannotKeep as error:
+            header.reason = str(error)
+        return header, data
 
-    def _journal(self) -> str:
-        with self._link.changed:
-            assert self._link.exchange is not None
-            return self._link.journal.upto(self._link.exchange.totals.steps)
+    def _held(self, ticket: int, fragment: int, version: int) -> tuple[pb.State, memoryview]:
+        session, header = self._session, pb.State(ticket=ticket, parts=1)
+        with session.lock:
+            known = fragment < len(session.exchange.held) and session.exchange.held[fragment].version == version
+            held = session.replica.held(fragment) if known else None
+        if held is None:
+            header.reason = f"version {version} of fragment {fragment} is not held here"
+            return header, memoryview(b"")
+        data = raw_bytes(held)
+        header.size_bytes, header.checksum = len(data), checksum(data)
+        return header, data
 
-    async def fetch(self) -> tuple[list[bytes], list[tuple[str, int]]]:
-        """Every part of a healthy peer's, and of each whose it is after how many steps. Raises WireError."""
-        link = self._link
-        assert link.replica is not None
-        limit = state_limit_bytes(link.replica.layout)
+    # ------------------------------------------------------------ from a peer
+
+    def fetch(self) -> tuple[list[bytes], list[tuple[str, int]]]:
+        """Every part of a healthy peer's state, and for each whose it was after how many steps. Called by the training thread;
+        raises WireError."""
+        return asyncio.run_coroutine_threadsafe(self._fetch(), self._background.loop).result()
+
+    async def _fetch(self) -> tuple[list[bytes], list[tuple[str, int]]]:
+        session = self._session
+        limit = state_limit_bytes(session.replica.layout)
         found: list[bytes] = []
         origin: list[tuple[str, int]] = []
         tries = 0
         while True:
-            routes = link.routes
-            if routes is None or not link.connected or link.goodbye is not None:
+            routes = session.routes
+            if routes is None or not session.connected or session.goodbye is not None:
                 raise WireError("the syncer is away")
             try:
                 header, data = await asyncio.wait_for(routes.main.fetch_state(len(found), limit), FETCH_S)
@@ -133,7 +140,7 @@ class StateCourier:
                 tries += 1
                 if tries > TRIES:
                     raise
-                log.debug("%s: part %d of a peer's state did not come: %s", link.name, len(found), error)
+                log.debug("%s: part %d of a peer's state did not come: %s", session.name, len(found), error)
                 await asyncio.sleep(RETRY_S)
                 continue
             tries = 0

@@ -18,7 +18,7 @@ from safetensors.torch import load
 from torch import Tensor
 from torch.optim import Optimizer
 
-from skerry.durable import write_durably
+from skerry.durable import DISK
 from skerry.errors import WireError
 from skerry.learner.replica import Replica
 from skerry.tensors.tensor_file import NoSuchType, as_parts, in_one
@@ -167,7 +167,7 @@ class OptimizerState:
         metadata = {"run_id": run_id, "step": str(step), "session": session}
         parts, _ = self._packed(list(self._places()), metadata, journal)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, *parts)
+        DISK.write_durably(path, *parts)
 
     def _places(self) -> Iterator[_Place]:
         return (place for part in self._parts for place in part)

@@ -1,4 +1,4 @@
-"""One bulk stream of a learner: runs of chunks go out and come in, and what was under way when it broke fails."""
+"""One bulk stream, the learner's end: runs of chunks go out and come in. When it breaks, what was in flight on it fails."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from skerry.wire.framing import CHUNK_BYTES, Assembly, Parcel, Run, chunk, count
 from skerry.wire.service import SyncerStub
 
 MOST_CHUNKS = 4
-"""Of one run."""
+"""In one run."""
 FORGOTTEN_S = 120.0
-"""How long nothing may move on a lane that waits for an answer alone."""
+"""How long nothing may move on a stream whose only business is a pending reply."""
 
 Key = tuple[int, int]
 """Fragment and round of a contribution."""
 
 
-class Owner(Protocol):
-    """Whoever has several lanes and hears from each."""
+class StreamOwner(Protocol):
+    """Whoever has several streams and hears from each."""
 
     sent: Meter
     received: Meter
@@ -35,24 +35,24 @@ class Owner(Protocol):
     def is_closed(self) -> bool: ...
 
     def queued(self, seconds: float) -> None:
-        """So long a run waited for its turn."""
+        """A run waited this long for its turn."""
 
     def replied(self, reply: pb.UploadReply) -> None: ...
 
     def lost(self, key: Key, error: WireError) -> None:
-        """The lane broke that carried some of this contribution."""
+        """A stream broke that carried some of this contribution."""
 
 
 class NotAsWanted(WireError):
-    """What was sent is not what was asked for, or it is not there: to go on asking for the rest is of no use."""
+    """What was sent is not what was asked for, or is not there. Asking for the rest is pointless."""
 
 
 class TooLarge(NotAsWanted):
-    """What there is does not fit into the room that was given."""
+    """The version does not fit into the room that was given."""
 
 
 class Download:
-    """A version on its way here. What has come stays when a connection breaks."""
+    """A version on its way here. What has arrived survives a broken connection."""
 
     def __init__(self, wanted: pb.Fetch, check: Callable[[pb.Fetched], None], room: memoryview | None = None) -> None:
         self.wanted = wanted
@@ -64,7 +64,7 @@ class Download:
         self._arrived: memoryview | None = None
 
     def begins(self, header: pb.Fetched) -> None:
-        """Memory is set aside once what is declared has been looked at."""
+        """Memory is allocated once the declared size has been checked."""
         self._is_wanted(header)
         if header.reason:
             raise NotAsWanted(header.reason)
@@ -73,7 +73,7 @@ class Download:
             if self.room is not None and header.size_bytes > len(self.room):
                 raise TooLarge(f"{header.size_bytes} bytes do not fit into {len(self.room)}")
             self.header, self.assembly = header, Assembly(header.size_bytes, header.checksum, self.room)
-        elif _what(header) != _what(self.header):
+        elif _content(header) != _content(self.header):
             raise NotAsWanted(f"version {header.version} of fragment {header.fragment} is something else than before")
 
     def _is_wanted(self, header: pb.Fetched) -> None:
@@ -85,7 +85,7 @@ class Download:
         return self.assembly.missing if self.assembly is not None else [(0, MOST_CHUNKS)]
 
     def arrived(self, header: pb.Fetched, data: memoryview) -> None:
-        """All of it, by another way, where its checksum was found to be right."""
+        """All of it, by another process that has verified the checksum."""
         self._is_wanted(header)
         self._check(header)
         self.header, self._arrived = header, data
@@ -96,7 +96,7 @@ class Download:
             self.assembly.give_up()
 
     def finish(self) -> tuple[pb.Fetched, memoryview]:
-        """Takes a while if it is large."""
+        """Verifies the checksum, which takes a while if it is large. Raises WireError."""
         assert self.header is not None
         if self._arrived is not None:
             return self.header, self._arrived
@@ -104,7 +104,7 @@ class Download:
         return self.header, self.assembly.finish()
 
 
-def _what(header: pb.Fetched) -> tuple[object, ...]:
+def _content(header: pb.Fetched) -> tuple[object, ...]:
     return header.codec, header.size_bytes, header.checksum, header.HasField("since"), header.since
 
 
@@ -120,10 +120,9 @@ class _Asked:
     limit_bytes: int = 0
     state: pb.State | None = None
     assembly: Assembly | None = None
-    following: int = 0
-    """The number of the chunk that comes next."""
+    next_chunk: int = 0
     paid: bool = False
-    """Its bytes count among those that the cap allows; before the first answer nobody knows how many they are."""
+    """Its bytes are charged to the cap. Before the first answer nobody knows how many they are."""
 
     def fail(self, error: WireError) -> None:
         if not self.done.done():
@@ -136,10 +135,10 @@ def forget(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-class Lane:
-    """One stream. It is opened when first used, and again when it broke; what was under way then fails."""
+class ClientStream:
+    """Opened lazily, and again after it broke; transfers in flight at that moment fail."""
 
-    def __init__(self, stub: SyncerStub, hello: pb.BulkHello, owner: Owner) -> None:
+    def __init__(self, stub: SyncerStub, hello: pb.BulkHello, owner: StreamOwner) -> None:
         self._stub, self._hello, self._owner = stub, hello, owner
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
@@ -150,17 +149,17 @@ class Lane:
         self._state: _Asked | None = None
         self._arriving: _Asked | None = None
         self._carried: set[Key] = set()
-        """Contributions that are on their way here, in part or whole, and were not answered."""
+        """Contributions that were sent here, in part or whole, and not answered."""
         self._moved_at = 0.0
         self._write_began: float | None = None
         self.broken = False
-        """Its last stream broke, and nothing has come on another."""
+        """Its last call broke, and nothing has arrived on another."""
 
     # ------------------------------------------------------------ sending
 
     async def send_run(self, header: pb.Upload, data: memoryview, run: Run, answered: Callable[[], bool]) -> None:
         """One run of a contribution. The syncer may answer before it has everything, if it does not want it."""
-        key = (header.fragment, header.step)
+        key = (header.fragment, header.round)
         message = pb.BulkToSyncer(upload=header)
         message.upload.first_chunk = run[0]
         self.queued_bytes += run[1] * CHUNK_BYTES
@@ -187,7 +186,7 @@ class Lane:
         message.upload.resume = True
         async with self._sending:
             call = await self._open()
-            self._carried.add((header.fragment, header.step))
+            self._carried.add((header.fragment, header.round))
             await self._write(call, Parcel(message))
 
     async def send_state(self, header: pb.State, data: memoryview) -> None:
@@ -206,7 +205,7 @@ class Lane:
             self.queued_bytes -= len(data)
 
     async def _write(self, call: Any, parcel: Parcel[pb.BulkToSyncer], asked: _Asked | None = None) -> None:
-        """On that stream and no other. Requests may go between the chunks of a contribution."""
+        """On that call and no other. Requests may go between the chunks of a contribution."""
         async with self._writing:
             if self._call is not call:
                 raise WireError("the stream broke")
@@ -221,10 +220,10 @@ class Lane:
                 self._write_began = None
             self._moved()
 
-    # ------------------------------------------------------------ receiving
+    # ------------------------------------------------------------ asking
 
     async def ask(self, download: Download, run: Run) -> asyncio.Future[None]:
-        """Ask for a run. What is given is done when the last of it has come."""
+        """Ask for a run. The future is done when the last of it has arrived."""
         asked = _Asked(*run, asyncio.get_running_loop().create_future(), download)
         fetch = pb.Fetch()
         fetch.CopyFrom(download.wanted)
@@ -240,7 +239,7 @@ class Lane:
         return asked.done
 
     async def fetch_state(self, part: int, limit_bytes: int) -> tuple[pb.State, memoryview]:
-        """One part of a peer's optimizer state and what is said about it. One at a time."""
+        """One part of a peer's optimizer state, with its header. One at a time."""
         assert self._state is None, "optimizer state is fetched one part after the other"
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asked = self._state = _Asked(0, 0, done, part=part, limit_bytes=limit_bytes)
@@ -253,9 +252,11 @@ class Lane:
         assert asked.state is not None and asked.assembly is not None
         return asked.state, asked.assembly.finish()
 
+    # ------------------------------------------------------------ its life
+
     def drop_if_stuck(self, send_s: float, receive_s: float) -> None:
-        """Something is under way here and nothing has moved for so long: a stream can be dead without either end hearing of it.
-        To wait for an answer alone is no reason for long: others may be carrying the rest, or it is being decoded."""
+        """Break the stream if something is in flight and nothing has moved for this long: a stream can be dead without either
+        end noticing. A pending reply keeps it open for longer: others may be carrying the rest, or it is being decoded."""
         if self._call is None:
             return
         now = asyncio.get_running_loop().time()
@@ -302,6 +303,8 @@ class Lane:
                     raise WireError("the stream broke")
             return self._call
 
+    # ------------------------------------------------------------ reading
+
     async def _read(self, call: Any) -> None:
         ended = WireError("the syncer ended the bulk stream")
         try:
@@ -323,7 +326,7 @@ class Lane:
             for key in carried:
                 self._owner.lost(key, ended)
 
-    def _received(self, message: pb.BulkToLearner, chunk: bytes | memoryview) -> None:
+    def _received(self, message: pb.BulkToLearner, data: bytes | memoryview) -> None:
         self._moved()
         self.broken = False
         kind = message.WhichOneof("message")
@@ -335,23 +338,23 @@ class Lane:
         elif kind == "state":
             self._state_begins(message.state)
         asked = self._arriving
-        self._owner.received.moved(len(chunk), "state" if asked is not None and asked.download is None else "versions")
+        self._owner.received.moved(len(data), "state" if asked is not None and asked.download is None else "versions")
         if asked is None or not asked.paid:
-            self._owner.received.charge(len(chunk))
+            self._owner.received.charge(len(data))
         if asked is None:
             return  # the rest of something that was found to be wrong
         assembly = asked.assembly
         assert assembly is not None
-        if not len(chunk) and assembly.size_bytes:
+        if not len(data) and assembly.size_bytes:
             return  # a header alone
         try:
-            assembly.add(asked.following, chunk)
+            assembly.add(asked.next_chunk, data)
         except WireError as error:
             self._arriving = None
             asked.fail(error)
             return
-        asked.following += 1
-        if asked.following >= min(asked.first + asked.count, assembly.chunks):
+        asked.next_chunk += 1
+        if asked.next_chunk >= min(asked.first + asked.count, assembly.chunks):
             self._arriving = None
             if not asked.done.done():
                 asked.done.set_result(None)
@@ -368,7 +371,7 @@ class Lane:
         except WireError as error:
             asked.fail(error)
             return
-        asked.assembly, asked.following = asked.download.assembly, asked.first
+        asked.assembly, asked.next_chunk = asked.download.assembly, asked.first
         self._arriving = asked
 
     def _state_begins(self, header: pb.State) -> None:
@@ -382,7 +385,7 @@ class Lane:
             asked.fail(WireError(f"a part of optimizer state has at most {asked.limit_bytes} bytes"))
         else:
             asked.state, asked.assembly = header, Assembly(header.size_bytes, header.checksum)
-            asked.count, asked.following = asked.assembly.chunks, 0
+            asked.count, asked.next_chunk = asked.assembly.chunks, 0
             self._arriving = asked
 
     def _cut_short(self) -> None:

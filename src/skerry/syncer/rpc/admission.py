@@ -1,112 +1,101 @@
-"""What the state machine says to contributions: whether one is wanted, and what becomes of it once it is here."""
+"""What a process that receives contributions asks the state machine: may this peer send or fetch, and what becomes of it.
+
+In the syncer's own process the answers come at once (`LocalAdmission`); a shard asks over its stream (sharding/shard.py).
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from skerry.core import messages as m
-from skerry.core.syncer import SyncerCore
+from skerry.core import records
 from skerry.errors import WireError
-from skerry.syncer.rpc.uploads import MAX_NAME, Busy, Unhealthy
+from skerry.syncer.decisions import Decisions
+from skerry.syncer.rpc.journals import Journals
+from skerry.syncer.rpc.limits import MAX_COUNT, MAX_NAME
+from skerry.syncer.rpc.roster import Roster
 from skerry.wire import skerry_pb2 as pb
 
-MAX_COUNT = 1 << 53
+
+class NotTaken(WireError):
+    """A contribution is not received, or cannot be used."""
+
+    def __init__(self, reason: str, *, retry: bool = False) -> None:
+        super().__init__(reason)
+        self.retry = retry
+        """The same bytes may be sent again: they were damaged, or come at a bad moment."""
 
 
-class Desk(Protocol):
-    """Whoever receives contributions asks here. In the syncer's own process the answers come at once."""
-
-    def may_fetch(self, name: str, session: str) -> bool: ...
+class Admission(Protocol):
+    def may_fetch(self, learner: str, session: str) -> bool: ...
 
     def floor(self, fragment: int) -> int:
         """The version at which it was last put back."""
         ...
 
-    async def check(self, name: str, session: str, header: pb.Upload) -> None:
-        """Raises WireError if what this announces is not wanted. What the learner tells with it is written down first."""
+    async def check(self, learner: str, session: str, header: pb.Upload) -> None:
+        """Before the bytes are received. The journal in the header is written down first. Raises NotTaken."""
         ...
 
-    async def take(self, name: str, session: str, header: pb.Upload, norm: float, repeated: bool) -> bool:
-        """It is here, whole. Whether it will be merged; raises WireError if it is not wanted any more, or is unhealthy."""
+    async def judge(self, learner: str, session: str, header: pb.Upload, norm: float, repeated: bool) -> m.Verdict:
+        """The contribution is here, whole. Raises NotTaken if that cannot be decided now."""
         ...
 
-    def bytes_moved(self, name: str) -> None: ...
+    def bytes_moved(self, learner: str) -> None: ...
 
-    def refused(self, name: str, header: pb.Upload | None, reason: str) -> None: ...
-
-
-class Host(Protocol):
-    """What the desk needs to know and to tell."""
-
-    core: SyncerCore
-
-    def is_connected(self, name: str, session: str) -> bool: ...
-    def bytes_moved(self, name: str) -> None: ...
-    def dispatch(self, event: m.Event) -> None: ...
-    def record(self, kind: str, data: dict[str, Any]) -> None: ...
-    def journal(self, name: str, session: str, text: str) -> None: ...
+    def refused(self, learner: str, header: pb.Upload | None, reason: str) -> None:
+        """Write down that something was turned down before the state machine could judge it."""
+        ...
 
 
-class CoreDesk:
-    """In the process of the state machine. Nothing else happens between the question and what follows from it."""
+class LocalAdmission:
+    def __init__(self, decisions: Decisions, roster: Roster, journals: Journals) -> None:
+        self._decisions, self._roster, self._journals = decisions, roster, journals
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    def may_fetch(self, name: str, session: str) -> bool:
-        return self._host.is_connected(name, session)
+    def may_fetch(self, learner: str, session: str) -> bool:
+        return self._roster.is_connected(learner, session)
 
     def floor(self, fragment: int) -> int:
-        return self._host.core.fragments[fragment].floor
+        return self._decisions.core.fragments[fragment].floor
 
-    async def check(self, name: str, session: str, header: pb.Upload) -> None:
-        self.journal(name, session, header.journal_json)
-        self._offer(name, session, header, 0.0, False)
+    async def check(self, learner: str, session: str, header: pb.Upload) -> None:
+        if header.journal_json and self._roster.is_connected(learner, session):
+            self._journals.take(learner, session, header.journal_json)
+        offer = self._offer(learner, session, header, 0.0, False)
+        if reason := self._decisions.core.why_refused(offer):
+            raise NotTaken(reason)
 
-    async def take(self, name: str, session: str, header: pb.Upload, norm: float, repeated: bool) -> bool:
-        offer = self._offer(name, session, header, norm, repeated)
-        why = self._host.core.why_unhealthy(offer)
-        self._host.dispatch(offer)
-        if why is not None:
-            raise Unhealthy(why)
-        return not self._host.core.learners[name].quarantined
+    async def judge(self, learner: str, session: str, header: pb.Upload, norm: float, repeated: bool) -> m.Verdict:
+        verdict = self._decisions.dispatch(self._offer(learner, session, header, norm, repeated))
+        assert verdict is not None
+        return verdict
 
-    def bytes_moved(self, name: str) -> None:
-        self._host.bytes_moved(name)
+    def bytes_moved(self, learner: str) -> None:
+        self._decisions.bytes_moved(learner)
 
-    def refused(self, name: str, header: pb.Upload | None, reason: str) -> None:
-        who = {"learner": name[:MAX_NAME]} if name else {}
-        what = {"fragment": header.fragment, "step": header.step} if header is not None else {}
-        self._host.record("refused", {**who, **what, "reason": reason})
+    def refused(self, learner: str, header: pb.Upload | None, reason: str) -> None:
+        fragment, number = (header.fragment, header.round) if header is not None else (None, None)
+        self._decisions.record(records.Refused(reason, learner[:MAX_NAME] or None, fragment=fragment, round=number))
 
-    def journal(self, name: str, session: str, text: str) -> None:
-        """Put what a learner says it did on the tape, once, before anything that follows from it."""
-        if text and self._host.is_connected(name, session):
-            self._host.journal(name, session, text)
-
-    def _offer(self, name: str, session: str, header: pb.Upload, norm: float, repeated: bool) -> m.Contributed:
-        if not self._host.is_connected(name, session):
-            raise Busy(f"{name[:MAX_NAME]!r} is not connected with this session")
-        counts = (header.step, header.base, header.steps, header.tokens, header.upto, header.samples_to, header.upto_tokens)
+    def _offer(self, learner: str, session: str, header: pb.Upload, norm: float, repeated: bool) -> m.Contributed:
+        if not self._roster.is_connected(learner, session):
+            raise NotTaken(f"{learner[:MAX_NAME]!r} is not connected with this session", retry=True)
+        counts = (header.round, header.base, header.steps, header.tokens, header.at_step, header.samples_to, header.at_tokens)
         if max(counts) > MAX_COUNT:
-            raise WireError(f"counts must be at most {MAX_COUNT}")
-        if header.upto_tokens < header.tokens:
-            raise WireError(f"{header.tokens} tokens cannot end at {header.upto_tokens}")
-        offer = m.Contributed(
-            name,
+            raise NotTaken(f"counts must be at most {MAX_COUNT}")
+        if header.at_tokens < header.tokens:
+            raise NotTaken(f"{header.tokens} tokens cannot end at {header.at_tokens}")
+        return m.Contributed(
+            learner,
             header.fragment,
-            header.step,
+            header.round,
             header.base,
             header.steps,
             header.tokens,
-            header.upto,
+            header.at_step,
             norm,
             repeated,
             session,
             (header.samples_from, header.samples_to),
-            header.upto_tokens,
+            header.at_tokens,
         )
-        reason = self._host.core.why_refused(offer)
-        if reason is not None:
-            raise WireError(reason)
-        return offer

@@ -8,35 +8,30 @@ from skerry.wire import skerry_pb2 as pb
 
 
 def messages_of(action: m.Action, run_id: str, core: SyncerCore) -> list[tuple[str, pb.ToLearner]]:
-    """Who is told what at once. A lease is not among it: it must be durable first."""
+    """Who is told what at once. Leases are not among it: they must be durable first."""
     if isinstance(action, m.Announce):
-        told = zip(action.names, action.counted, strict=True)
-        return [(name, pb.ToLearner(announce=_announce(action, counted, core))) for name, counted in told]
-    if isinstance(action, m.StopTraining):
-        return [(action.name, progress_of(core)), (action.name, pb.ToLearner(stop=pb.Stop()))]
-    message = _message(action, run_id, core)
-    return [(action.name, message)] if message is not None else []  # type: ignore[union-attr]
-
-
-def _message(action: m.Action, run_id: str, core: SyncerCore) -> pb.ToLearner | None:
+        about = {"fragment": action.fragment, "version": action.version, "round": action.round, "run_tokens": core.tokens}
+        told = zip(action.learners, action.counted, strict=True)
+        return [(learner, pb.ToLearner(announce=pb.Announce(**about, counted=counted))) for learner, counted in told]
     if isinstance(action, m.Ask):
-        return pb.ToLearner(ask=_ask(action))
+        ask = pb.Ask(fragment=action.fragment, round=action.round, min_base=action.min_base, anew=action.anew)
+        return [(action.learner, pb.ToLearner(ask=ask))]
     if isinstance(action, m.Welcome):
-        return pb.ToLearner(welcome=_welcome(action, run_id, core))
+        return [(action.learner, pb.ToLearner(welcome=_welcome(action, run_id, core)))]
     if isinstance(action, m.Begin):
-        return pb.ToLearner(begin=pb.Begin(step=action.step))
+        return [(action.learner, pb.ToLearner(begin=pb.Begin(step=action.step)))]
     if isinstance(action, m.NoLease):
-        return pb.ToLearner(no_lease=pb.NoLease(reason=action.reason))
+        return [(action.learner, pb.ToLearner(no_lease=pb.NoLease(reason=action.reason)))]
     if isinstance(action, m.Caution):
-        return pb.ToLearner(caution=pb.Caution(quarantined=action.quarantined, reason=action.reason))
+        caution = pb.Caution(quarantined=action.quarantined, reason=action.reason)
+        return [(action.learner, pb.ToLearner(caution=caution))]
+    if isinstance(action, m.StopTraining):
+        return [(action.learner, progress_of(core)), (action.learner, pb.ToLearner(stop=pb.Stop()))]
     if isinstance(action, m.Goodbye):
         expected = action.reason in (m.LEFT, m.OVER)
-        return pb.ToLearner(goodbye=pb.Goodbye(reason=action.reason, final=action.final, expected=expected))
-    return None
-
-
-def _ask(action: m.Ask) -> pb.Ask:
-    return pb.Ask(fragment=action.fragment, step=action.step, min_base=action.min_base, anew=action.anew)
+        goodbye = pb.Goodbye(reason=action.reason, final=action.final, expected=expected)
+        return [(action.learner, pb.ToLearner(goodbye=goodbye))]
+    return []
 
 
 def _welcome(action: m.Welcome, run_id: str, core: SyncerCore) -> pb.Welcome:
@@ -47,16 +42,10 @@ def _welcome(action: m.Welcome, run_id: str, core: SyncerCore) -> pb.Welcome:
         resumed=action.resumed,
         versions=action.versions,
         counted=action.counted,
-        merged_steps=action.merged_steps,
+        merged_rounds=action.merged_rounds,
         run_tokens=core.tokens,
         quarantined=action.quarantined,
         leased=action.leased,
-    )
-
-
-def _announce(action: m.Announce, counted: int, core: SyncerCore) -> pb.Announce:
-    return pb.Announce(
-        fragment=action.fragment, version=action.version, step=action.step, counted=counted, run_tokens=core.tokens
     )
 
 

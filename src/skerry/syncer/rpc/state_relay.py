@@ -1,4 +1,7 @@
-"""Optimizer state asked of learners part by part: for one that has lost its own, or for a snapshot. Nothing is kept here."""
+"""Optimizer state, asked of learners part by part: for a peer that has lost its own, or for a snapshot. Nothing is kept here.
+
+The same way brings back the values of a version that is damaged on disk (syncer/rescue.py).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from skerry.core.syncer import SyncerCore
+from skerry.core import records
 from skerry.errors import WireError
+from skerry.syncer.decisions import Decisions
+from skerry.syncer.rpc.journals import Journals
+from skerry.syncer.rpc.roster import Roster
 from skerry.tensors.fragments import Layout
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.framing import state_limit_bytes
@@ -17,19 +22,10 @@ from skerry.wire.framing import state_limit_bytes
 WAIT_S = 20.0
 """How long a peer may take to send one part."""
 AT_ONCE = 4
-"""Parts on their way at a time: this bounds the memory they take."""
+"""Parts in flight at a time. This bounds the memory they take."""
 
 Deliver = Callable[[pb.State, memoryview], None]
 NOTHING = memoryview(b"")
-
-
-class Host(Protocol):
-    core: SyncerCore
-
-    def is_connected(self, name: str, session: str) -> bool: ...
-    def send(self, name: str, message: pb.ToLearner) -> None: ...
-    def journal(self, name: str, session: str, text: str) -> None: ...
-    def record(self, kind: str, data: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -41,44 +37,43 @@ class _Wanted:
     limit_bytes: int
 
 
-class Relay:
-    def __init__(self, layout: Layout, host: Host) -> None:
-        self._host = host
+class StateRelay:
+    def __init__(self, layout: Layout, decisions: Decisions, roster: Roster, journals: Journals) -> None:
+        self._layout, self._decisions, self._roster, self._journals = layout, decisions, roster, journals
         self._tickets = itertools.count(1)
         self._wanted: dict[int, _Wanted] = {}
-        self._layout = layout
         self._limit_bytes = state_limit_bytes(layout)
         self._closed = False
 
-    def want(self, name: str, session: str, part: int, deliver: Deliver) -> None:
+    def want(self, learner: str, session: str, part: int, deliver: Deliver) -> None:
         """For a learner that lost its own."""
-        if not self._host.is_connected(name, session):
+        if not self._roster.is_connected(learner, session):
             deliver(pb.State(part=part, reason="not connected with this session"), NOTHING)
             return
-        donor = self._host.core.donor_for(name)
+        donor = self._decisions.core.donor_for(learner)
         if donor is None:
             deliver(pb.State(part=part, reason="there is no healthy peer"), NOTHING)
             return
         if self._ask(donor, pb.GiveState(part=part), deliver, WAIT_S) and part == 0:
-            self._host.record("state_relayed", {"learner": name, "donor": donor})
+            self._decisions.record(records.StateRelayed(learner, donor))
 
     async def ask(self, donor: str, part: int, wait_s: float) -> tuple[pb.State, memoryview]:
-        """A part of its optimizer's state, for ourselves. A header with a reason comes with no data."""
-        return await self._ask_for_ourselves(donor, pb.GiveState(part=part), wait_s)
+        """A part of its optimizer state, for the syncer itself. A header with a reason comes with no data."""
+        return await self._ask_for_syncer(donor, pb.GiveState(part=part), wait_s)
 
     async def ask_held(self, donor: str, fragment: int, version: int, wait_s: float) -> tuple[pb.State, memoryview]:
         """The values of a version that it holds."""
         held = pb.HeldVersion(fragment=fragment, version=version)
-        return await self._ask_for_ourselves(donor, pb.GiveState(held=held), wait_s)
+        return await self._ask_for_syncer(donor, pb.GiveState(held=held), wait_s)
 
-    async def _ask_for_ourselves(self, donor: str, question: pb.GiveState, wait_s: float) -> tuple[pb.State, memoryview]:
+    async def _ask_for_syncer(self, donor: str, question: pb.GiveState, wait_s: float) -> tuple[pb.State, memoryview]:
         found: asyncio.Future[tuple[pb.State, memoryview]] = asyncio.get_running_loop().create_future()
 
         def deliver(header: pb.State, data: memoryview) -> None:
             if not found.done():
                 found.set_result((header, data))
 
-        learner = self._host.core.learners.get(donor)
+        learner = self._decisions.core.learners.get(donor)
         if learner is None or learner.phase != "training":
             return pb.State(part=question.part, reason=f"{donor} is away"), NOTHING
         self._ask(donor, question, deliver, wait_s, again=False)
@@ -98,27 +93,26 @@ class Relay:
         timer = asyncio.get_running_loop().call_later(wait_s, self._too_late, ticket, wait_s, again)
         self._wanted[ticket] = _Wanted(part, donor, deliver, timer, limit_bytes)
         question.ticket = ticket
-        self._host.send(donor, pb.ToLearner(give_state=question))
+        self._roster.send(donor, pb.ToLearner(give_state=question))
         return True
 
     def _too_late(self, ticket: int, wait_s: float, again: bool) -> None:
         wanted = self._wanted.pop(ticket, None)
         if wanted is not None:
             late = f"{wanted.donor} did not send its state within {wait_s:.0f} s"
-            answer = pb.State(part=wanted.part, reason=late, again=again)
-            wanted.deliver(answer, NOTHING)
+            wanted.deliver(pb.State(part=wanted.part, reason=late, again=again), NOTHING)
 
-    def begins(self, name: str, session: str, header: pb.State) -> None:
-        """Before memory is set aside for it. What the learner tells with it is written down."""
-        if not self._host.is_connected(name, session):
+    def begins(self, learner: str, session: str, header: pb.State) -> None:
+        """Before memory is allocated for it. Raises WireError if it was not asked for."""
+        if not self._roster.is_connected(learner, session):
             raise WireError("not connected with this session")
         wanted = self._wanted.get(header.ticket)
-        if wanted is None or wanted.donor != name or wanted.part != header.part:
-            raise WireError(f"{name} was not asked for part {header.part} of its state")
+        if wanted is None or wanted.donor != learner or wanted.part != header.part:
+            raise WireError(f"{learner} was not asked for part {header.part} of its state")
         if header.size_bytes > wanted.limit_bytes:
             raise WireError(f"a part of optimizer state has at most {wanted.limit_bytes} bytes, {header.size_bytes} declared")
         if header.journal_json:
-            self._host.journal(name, session, header.journal_json)
+            self._journals.take(learner, session, header.journal_json)
 
     def given(self, header: pb.State, data: memoryview) -> None:
         wanted = self._wanted.pop(header.ticket, None)

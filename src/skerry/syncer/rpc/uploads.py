@@ -1,63 +1,67 @@
-"""One learner's bulk stream, as the syncer reads it: parts are put together, and what is not wanted is passed over."""
+"""Contributions as a process receives them: assembled from chunks, checked, decoded, judged, and held until they are merged."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Literal, TypeVar
+import math
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from skerry.config import SyncConfig
+from skerry.core import messages as m
+from skerry.cores import cores
 from skerry.errors import WireError
-from skerry.syncer.rpc.state_relay import NOTHING, Relay
+from skerry.syncer.rpc.admission import Admission, NotTaken
+from skerry.syncer.rpc.fragments import ServedFragments
+from skerry.tensors.codecs.codec import byte_tensor, is_quick
+from skerry.tensors.codecs.per_tensor import fragment_codec
+from skerry.tensors.fragments import Layout
+from skerry.tensors.merge import norms_of
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.framing import Assembly, Parcel
+from skerry.wire.framing import Assembly
 
-if TYPE_CHECKING:
-    from skerry.syncer.rpc.fragments import Bulk
+MAX_PROGRESS = 1e12
+"""No element of a sane contribution is larger. Sums and outer steps of such values stay finite in fp32."""
+MAX_REMEMBERED = 100_000
+REPEAT_NUMEL = 100
+"""Progress of fewer numbers than this may well repeat by chance."""
+FEW_PIECES = 64
+"""Norms of more tensors than these are not computed on the event loop: each is a few torch calls."""
 
-log = logging.getLogger("skerry.syncer")
-
-MAX_NAME = 200
-HELLO_S = 30.0
-LANE_QUEUE = 256
-"""Answers that wait to be sent on one lane. While there are as many, nothing more is read from it."""
-REPLIES = 64
-"""The same of answers to contributions, which go before all others."""
-
-Message = TypeVar("Message")
-Outgoing = pb.Fetch | tuple[pb.State, memoryview] | Literal["reply"] | None
-"""What is to be sent: `reply` says to look at the replies."""
+Key = tuple[int, str, str, int]
+"""A contribution: fragment, learner, session, and the session's step count at the snapshot."""
 
 
-class Damaged(WireError):
-    """What arrived is not what was sent; it may be sent again."""
+class MissingContribution(Exception):
+    """Whoever ordered the merge believes that something was gathered that is not here."""
 
 
-class Busy(Damaged):
-    """It cannot be taken just now."""
+class Gathered(NamedTuple):
+    """A contribution that waits to be merged."""
 
-
-class Unhealthy(WireError):
-    """A contribution that arrived as it was sent and cannot be merged. The state machine has written it down."""
+    delta: Tensor
+    norms: list[float]
+    """Of each of its tensors."""
 
 
 class Receiving:
-    """A contribution that is on its way, on one lane or several. What has come stays when a lane breaks."""
+    """A contribution in flight, on one stream or several. What has arrived survives a broken stream."""
 
     def __init__(self, session: str, header: pb.Upload) -> None:
         self.session, self.header = session, header
         self.assembly = Assembly(header.size_bytes, header.checksum)
         self.given_up: str | None = None
-        """Why the rest of it is not wanted any more."""
+        """Why the rest of it is no longer wanted."""
 
-    def is_of(self, session: str, header: pb.Upload) -> bool:
-        of = self.header
-        same = (header.step, header.upto, header.size_bytes, header.checksum)
-        return session == self.session and same == (of.step, of.upto, of.size_bytes, of.checksum)
+    def is_same(self, session: str, header: pb.Upload) -> bool:
+        mine = self.header
+        same = (header.round, header.at_step, header.size_bytes, header.checksum)
+        return session == self.session and same == (mine.round, mine.at_step, mine.size_bytes, mine.checksum)
 
     def give_up(self, reason: str) -> None:
-        """Its memory is free, whichever lanes still name it."""
+        """Free its memory, whichever streams still refer to it."""
         self.given_up = reason
         self.assembly = Assembly(self.header.size_bytes, self.header.checksum)
 
@@ -66,195 +70,121 @@ class Receiving:
         return self.assembly.complete
 
 
-class Lane:
-    """One bulk stream, from a learner's first word to its last."""
+class Contributions:
+    def __init__(self, layout: Layout, sync: SyncConfig, served: ServedFragments, admission: Admission) -> None:
+        self._layout, self._sync, self._served, self._admission = layout, sync, served, admission
+        self._codecs = [fragment_codec(sync.send, layout, fragment) for fragment in layout.fragments]
+        self._receiving: dict[tuple[str, int], Receiving] = {}
+        """By learner and fragment."""
+        self._gathered: dict[Key, Gathered] = {}
+        self._last_sent: dict[tuple[str, int], tuple[int, int]] = {}
+        """By learner and fragment: checksum and step count of the last contribution."""
+        self._decoding = asyncio.Semaphore(cores())
 
-    def __init__(self, bulk: Bulk, name: str, session: str) -> None:
-        self.name, self.session = name, session
-        self.outbox: asyncio.Queue[Outgoing] = asyncio.Queue(LANE_QUEUE)
-        self.replies: asyncio.Queue[pb.UploadReply] = asyncio.Queue(REPLIES)
-        self._ended = False
-        self._bulk = bulk
-        self._receiving: Receiving | None = None
-        self._state: tuple[pb.State, Assembly] | None = None
-        self._named = False
-        """What comes belongs to something, wanted or not."""
-        self._following = 0
-        """The number of the chunk that comes next."""
-        self._taking: set[asyncio.Task[None]] = set()
+    # ------------------------------------------------------------ arriving
 
-    async def read(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None]) -> None:
-        try:
-            async for parcel in messages:
-                if parcel is None:
-                    raise WireError("a damaged message on the bulk stream")
-                message = parcel.message
-                kind = message.WhichOneof("message")
-                if kind == "hello":
-                    raise WireError("a second hello on one bulk stream")
-                if kind == "fetch":
-                    await self.outbox.put(message.fetch)
-                    continue
-                if kind == "fetch_state":
-                    self._fetch_state(message.fetch_state.part)
-                    continue
-                if kind == "upload":
-                    self._put_down()
-                    await self._begin(message.upload)
-                elif kind == "state":
-                    self._put_down()
-                    self._begin_state(message.state)
-                elif not self._named:
-                    await self._refuse(None, WireError("an upload must start with its header"))
-                if not message.upload.resume:
-                    await self._add(parcel.chunk)
-            if self._taking:
-                # Not by gather, which would cancel them along with this: what has come whole counts, with or without a lane.
-                await asyncio.wait(self._taking)
-            await self.outbox.put(None)
-        finally:
-            # What is half here may be finished on another lane. What is being decoded has arrived, and counts.
-            self._put_down()
-            self._ended = True
-            while not self.replies.empty():  # whoever waits to put something there need not wait any more
-                self.replies.get_nowait()
+    async def begin(self, learner: str, session: str, header: pb.Upload) -> Receiving:
+        """What has arrived of this contribution so far, on whichever stream. A newer one replaces one that was not finished.
+        Raises NotTaken if it is not wanted."""
+        found = self._receiving.get((learner, header.fragment))
+        another_part = found is not None and found.is_same(session, header) and found.given_up is None and not header.resume
+        if not another_part or header.journal_json:  # else it was admitted with its first part
+            await self._admission.check(learner, session, header)
+            self._check_size(header)
+            found = self._receiving.get((learner, header.fragment))
+        if found is None or not found.is_same(session, header):
+            if found is not None and found.complete:
+                raise NotTaken(f"another upload of fragment {header.fragment} is being taken; try again later", retry=True)
+            if found is not None and found.session == session and found.header.at_step > header.at_step:
+                raise NotTaken(f"a newer answer of fragment {header.fragment} has come")
+            if found is not None:
+                found.give_up("")
+            found = self._receiving[learner, header.fragment] = Receiving(session, header)
+        return found
 
-    def _fetch_state(self, part: int) -> None:
-        def deliver(header: pb.State, data: memoryview) -> None:
-            # If it is full or nobody reads it any more, the learner asks again or does without.
-            with contextlib.suppress(asyncio.QueueFull):
-                self.outbox.put_nowait((header, data))
+    def _check_size(self, header: pb.Upload) -> None:
+        if header.fragment not in self._served:
+            raise NotTaken(f"fragment {header.fragment} is not served here", retry=True)
+        if header.codec != self._sync.send:
+            raise NotTaken(f"this run's contributions are {self._sync.send}, got {header.codec!r}")
+        size = self._codecs[header.fragment].size_bytes(self._layout.fragments[header.fragment].numel)
+        if header.size_bytes != size:
+            raise NotTaken(f"fragment {header.fragment} is {size} bytes in {self._sync.send}, {header.size_bytes} declared")
 
-        self._relay.want(self.name, self.session, part, deliver)
+    def done(self, learner: str, receiving: Receiving) -> None:
+        """Nothing more is done with it."""
+        if self._receiving.get((learner, receiving.header.fragment)) is receiving:
+            del self._receiving[learner, receiving.header.fragment]
 
-    @property
-    def _relay(self) -> Relay:
-        if self._bulk.relay is None:
-            raise WireError("optimizer state goes through the syncer itself, not through a shard")
-        return self._bulk.relay
-
-    def _begin_state(self, header: pb.State) -> None:
-        self._named = True
-        try:
-            self._relay.begins(self.name, self.session, header)
-        except WireError as error:
-            self._bulk.desk.refused(self.name, None, str(error))
-            return
-        if header.reason:
-            self._relay.given(header, NOTHING)
+    async def take(self, learner: str, receiving: Receiving) -> m.Verdict:
+        """A whole contribution has arrived: decode it and have it judged. Raises NotTaken."""
+        header, session = receiving.header, receiving.session
+        fragment = self._layout.fragments[header.fragment]
+        if is_quick(self._sync.send, fragment.numel) and len(fragment.pieces) <= FEW_PIECES:
+            gathered, length = self._decode(header.fragment, receiving.assembly)
         else:
-            self._state, self._following = (header, Assembly(header.size_bytes, header.checksum)), 0
-
-    async def _refuse(self, header: pb.Upload | None, error: WireError) -> None:
-        self._bulk.desk.refused(self.name, header, str(error))
-        await self._reply(header, error)
-
-    async def _reply(self, header: pb.Upload | None, error: WireError) -> None:
-        fragment, step = (header.fragment, header.step) if header is not None else (0, 0)
-        reply = pb.UploadReply(fragment=fragment, step=step, reason=str(error), damaged=isinstance(error, Damaged))
-        await self._say(reply)
-
-    async def _say(self, reply: pb.UploadReply) -> None:
-        if self._ended:
-            return
-        await self.replies.put(reply)
-        with contextlib.suppress(asyncio.QueueFull):  # then there is enough to wake the sender
-            self.outbox.put_nowait("reply")
-
-    def _put_down(self) -> None:
-        """Chunks that come now belong to nothing, until something is named."""
-        if self._state is not None:
-            self._relay.failed(self._state[0], "the peer's stream broke")
-        self._receiving = self._state = None
-
-    async def _begin(self, header: pb.Upload) -> None:
-        self._named = True
+            async with self._decoding:
+                loop = asyncio.get_running_loop()
+                gathered, length = await loop.run_in_executor(None, self._decode, header.fragment, receiving.assembly)
+        repeated = self._is_repeated(learner, header) and fragment.numel >= REPEAT_NUMEL
+        key = (header.fragment, learner, session, header.at_step)
+        known = key in self._gathered  # the same again, which will be refused
+        if not known:
+            self._gathered[key] = gathered  # before it is judged: it may be merged at once
+        merged = False
         try:
-            await self._bulk.check(self.name, self.session, header)
-            receiving = self._bulk.receiving(self.name, self.session, header)
-        except WireError as error:
-            await self._refuse(header, error)
-            return
-        if header.resume:
-            if receiving.complete:
-                await self._reply(header, Busy(f"fragment {header.fragment} has come and is being looked at"))
-                return
-            missing = [number for run in receiving.assembly.missing for number in run]
-            await self._say(pb.UploadReply(fragment=header.fragment, step=header.step, missing=missing))
-            return
-        self._receiving, self._following = receiving, header.first_chunk
+            verdict = await self._admission.judge(learner, session, header, length, repeated)
+            merged = verdict.merged
+        finally:
+            if not merged and not known:
+                self._gathered.pop(key, None)
+        return verdict
 
-    async def _add(self, chunk: bytes | memoryview) -> None:
-        receiving, state = self._receiving, self._state
-        if receiving is not None and receiving.given_up is not None:
-            self._put_down()
-            if receiving.given_up:
-                await self._refuse(receiving.header, WireError(receiving.given_up))
-            return
-        assembly = receiving.assembly if receiving is not None else state[1] if state is not None else None
-        if assembly is None or assembly.complete or (not chunk and assembly.size_bytes):
-            return  # not wanted, or a header alone
-        number, self._following = self._following, self._following + 1
-        if state is not None:
-            self._add_to_state(*state, number, chunk)
-        if receiving is None:
-            return
-        try:
-            receiving.assembly.add(number, chunk)
-        except WireError as error:
-            self._put_down()
-            self._bulk.received(self.name, receiving)
-            await self._refuse(receiving.header, Damaged(str(error)))
-            return
-        self._bulk.desk.bytes_moved(self.name)
-        if receiving.complete:
-            self._put_down()
-            task = asyncio.get_running_loop().create_task(self._take(receiving))
-            for holder in (self._taking, self._bulk.taking):
-                holder.add(task)
-                task.add_done_callback(holder.discard)
+    def _is_repeated(self, learner: str, header: pb.Upload) -> bool:
+        """Bit for bit what it sent last time. The same answer sent again covers the same steps, and is no repetition."""
+        if len(self._last_sent) > MAX_REMEMBERED:
+            self._last_sent.clear()  # names of learners that came and went; forgetting the others costs one look
+        last = self._last_sent.get((learner, header.fragment))
+        self._last_sent[learner, header.fragment] = (header.checksum, header.at_step)
+        return last is not None and last[0] == header.checksum and last[1] != header.at_step
 
-    def _add_to_state(self, header: pb.State, assembly: Assembly, number: int, chunk: bytes | memoryview) -> None:
+    def _decode(self, index: int, assembly: Assembly) -> tuple[Gathered, float]:
+        """The contribution and its norm, which is infinite if it contains something that no merge could digest."""
+        fragment = self._layout.fragments[index]
         try:
-            assembly.add(number, chunk)
-            if not assembly.complete:
-                return
             data = assembly.finish()
         except WireError as error:
-            self._relay.failed(header, str(error))
-        else:
-            self._relay.given(header, data)
-        self._state = None
+            raise NotTaken(str(error), retry=True) from None
+        delta = self._codecs[index].decode(byte_tensor(data), fragment.numel)
+        norms = norms_of(fragment, delta)
+        length = math.sqrt(sum(norm * norm for norm in norms))
+        if not length <= MAX_PROGRESS:  # one element may be too large, or NaN, for which comparisons are false
+            low, high = torch.aminmax(delta)
+            length = length if max(-float(low), float(high)) <= MAX_PROGRESS else math.inf
+        return Gathered(delta, norms), length
 
-    async def _take(self, receiving: Receiving) -> None:
-        header = receiving.header
-        error: WireError | None = None
+    # ------------------------------------------------------------ for merging
+
+    def gathered(self, order: m.Merge) -> list[Gathered]:
+        """What is to be merged. Contributions still in flight for this round come too late and are given up."""
+        for (learner, fragment), receiving in list(self._receiving.items()):
+            if fragment == order.fragment and receiving.header.round <= order.round and not receiving.complete:
+                receiving.give_up(f"round {receiving.header.round} of fragment {fragment} is over")
+                self.done(learner, receiving)
         try:
-            await self._bulk.take(self.name, self.session, header, receiving.assembly)
-        except WireError as found:
-            error = found
-        except Exception as found:  # no memory, for instance: whoever waits for an answer must get one
-            log.exception("a contribution of %s to fragment %d could not be taken", self.name, header.fragment)
-            error = Damaged(f"it could not be taken: {found!r}")
-        finally:
-            self._bulk.received(self.name, receiving)
-        if error is None:
-            await self._say(pb.UploadReply(fragment=header.fragment, step=header.step, accepted=True))
-        elif isinstance(error, Unhealthy):
-            await self._reply(header, error)
-        else:
-            await self._refuse(header, error)
+            return [self._gathered[key] for key in _keys(order)]
+        except KeyError as error:
+            raise MissingContribution(f"a merge was ordered of a contribution that is not here: {error}") from None
+
+    def merged(self, order: m.Merge) -> None:
+        for key in _keys(order):
+            self._gathered.pop(key, None)
+
+    def forget(self, fragment: int) -> None:
+        """What was gathered for this fragment is no longer wanted."""
+        for key in [key for key in self._gathered if key[0] == fragment]:
+            del self._gathered[key]
 
 
-async def first_message(messages: AsyncIterator[Message]) -> Message | None:
-    """None if the stream ends without a word, or stays silent."""
-
-    async def wait() -> Message | None:
-        async for message in messages:
-            return message
-        return None
-
-    try:
-        return await asyncio.wait_for(wait(), HELLO_S)
-    except asyncio.TimeoutError:
-        return None
+def _keys(order: m.Merge) -> list[Key]:
+    return [(order.fragment, share.learner, share.session, share.at_step) for share in order.shares]

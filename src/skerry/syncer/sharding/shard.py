@@ -20,11 +20,14 @@ from typing import Any
 import grpc
 
 from skerry.core import messages as m
+from skerry.core.share import Share
 from skerry.errors import RunFailed, SkerryError, StoreError, WireError
 from skerry.syncer.merging import LocalPlane, in_pool
-from skerry.syncer.rpc.fragments import Bulk, MissingContribution
+from skerry.syncer.rpc.admission import NotTaken
+from skerry.syncer.rpc.bulk import BulkService
+from skerry.syncer.rpc.fragments import ServedFragments
 from skerry.syncer.rpc.outbox import Outbox
-from skerry.syncer.rpc.uploads import Busy, Unhealthy
+from skerry.syncer.rpc.uploads import Contributions, MissingContribution
 from skerry.syncer.sharding.shards import QUEUE, read_key
 from skerry.syncer.storage.run_folder import RunIdentity, read_identity
 from skerry.syncer.storage.store import Written
@@ -42,7 +45,7 @@ MOVED_EVERY_S = 0.25
 BACK_OFF_S = (0.2, 5.0)
 
 
-class RemoteDesk:
+class RemoteAdmission:
     """The syncer's word on contributions, asked for on the shard's stream."""
 
     def __init__(self) -> None:
@@ -59,7 +62,7 @@ class RemoteDesk:
         self._send = None
         for asked in self._asked.values():
             if not asked.done():
-                asked.set_exception(Busy("the syncer is away"))
+                asked.set_exception(NotTaken("the syncer is away", retry=True))
         self._asked.clear()
         self.moved.clear()
 
@@ -68,49 +71,43 @@ class RemoteDesk:
         if asked is not None and not asked.done():
             asked.set_result(verdict)
 
-    # ------------------------------------------------------------ a desk
-
-    def may_fetch(self, name: str, session: str) -> bool:
+    def may_fetch(self, learner: str, session: str) -> bool:
         return True  # whoever has come through the door may read the model
 
     def floor(self, fragment: int) -> int:
         return self.floors.get(fragment, 0)
 
-    async def check(self, name: str, session: str, header: pb.Upload) -> None:
-        await self._ask(lambda number: pb.FromShard(offered=_offered(number, name, session, header)))
-
-    async def take(self, name: str, session: str, header: pb.Upload, norm: float, repeated: bool) -> bool:
-        verdict = await self._ask(
-            lambda number: pb.FromShard(arrived=_offered(number, name, session, header, norm=norm, repeated=repeated))
-        )
-        return not verdict.unmerged
-
-    def bytes_moved(self, name: str) -> None:
-        self.moved.add(name)
-
-    def refused(self, name: str, header: pb.Upload | None, reason: str) -> None:
-        if self._send is not None:
-            self._send(pb.FromShard(refused=pb.ShardRefused(name=name, header=header, reason=reason)))
-
-    async def _ask(self, message: Callable[[int], pb.FromShard]) -> pb.Verdict:
-        if self._send is None:
-            raise Busy("the syncer is away")
-        number = next(self._questions)
-        asked: asyncio.Future[pb.Verdict] = asyncio.get_running_loop().create_future()
-        self._asked[number] = asked
-        self._send(message(number))
-        try:
-            verdict = await asked
-        finally:
-            self._asked.pop(number, None)
+    async def check(self, learner: str, session: str, header: pb.Upload) -> None:
+        offer = pb.Offered(name=learner, session=session, header=header)
+        verdict = await self._ask(offer, lambda offered: pb.FromShard(offered=offered))
         if verdict.reason:
-            kind = Unhealthy if verdict.unhealthy else Busy if verdict.damaged else WireError
-            raise kind(verdict.reason)
-        return verdict
+            raise NotTaken(verdict.reason, retry=verdict.damaged)
 
+    async def judge(self, learner: str, session: str, header: pb.Upload, norm: float, repeated: bool) -> m.Verdict:
+        offer = pb.Offered(name=learner, session=session, header=header, norm=norm, repeated=repeated)
+        verdict = await self._ask(offer, lambda arrived: pb.FromShard(arrived=arrived))
+        if verdict.damaged:
+            raise NotTaken(verdict.reason, retry=True)
+        return m.Verdict(verdict.reason, verdict.unhealthy, not verdict.unmerged)
 
-def _offered(number: int, name: str, session: str, header: pb.Upload, **more: Any) -> pb.Offered:
-    return pb.Offered(question=number, name=name, session=session, header=header, **more)
+    def bytes_moved(self, learner: str) -> None:
+        self.moved.add(learner)
+
+    def refused(self, learner: str, header: pb.Upload | None, reason: str) -> None:
+        if self._send is not None:
+            self._send(pb.FromShard(refused=pb.ShardRefused(name=learner, header=header, reason=reason)))
+
+    async def _ask(self, offer: pb.Offered, message: Callable[[pb.Offered], pb.FromShard]) -> pb.Verdict:
+        if self._send is None:
+            raise NotTaken("the syncer is away", retry=True)
+        offer.question = next(self._questions)
+        asked: asyncio.Future[pb.Verdict] = asyncio.get_running_loop().create_future()
+        self._asked[offer.question] = asked
+        self._send(message(offer))
+        try:
+            return await asked
+        finally:
+            self._asked.pop(offer.question, None)
 
 
 class Shard:
@@ -120,10 +117,12 @@ class Shard:
         self._identity: RunIdentity = read_identity(folder)
         self._process = uuid.uuid4().hex[:8]
         self._attempts = itertools.count(1)
-        self._desk = RemoteDesk()
+        self._admission = RemoteAdmission()
         layout, sync = self._identity.layout, self._identity.sync
-        self._bulk = Bulk(layout, sync, self._desk)
-        self._plane = LocalPlane(layout, sync.merge == "radial", self._bulk, self._write)
+        served = ServedFragments(layout, sync)
+        self._contributions = Contributions(layout, sync, served, self._admission)
+        self._bulk = BulkService(served, self._contributions, self._admission)
+        self._plane = LocalPlane(layout, sync.merge == "radial", served, self._contributions, self._write)
         self._serving: dict[int, tuple[int, int]] = {}
         """Version and checksum of what is served of each fragment."""
         self._written: dict[int, Written] = {}
@@ -185,7 +184,7 @@ class Shard:
                     return message.goodbye, welcomed
                 if kind == "welcome":
                     await self._welcomed(message.welcome)
-                    self._desk.connected(outbox.send)
+                    self._admission.connected(outbox.send)
                     outbox.send(pb.FromShard(ready=pb.ShardReady()))
                     welcomed = True
                 else:
@@ -193,13 +192,13 @@ class Shard:
             return None, welcomed
         finally:
             call.cancel()
-            self._desk.disconnected()
+            self._admission.disconnected()
             for task in sending:
                 task.cancel()
             # What was ordered on this stream is void: another may be ordered to make the same version.
             await asyncio.gather(*sending, *self._working, return_exceptions=True)
             for fragment in self._serving:
-                self._bulk.forget(fragment)
+                self._contributions.forget(fragment)
             self._written.clear()
 
     async def _send(self, call: Any, outbox: Outbox[pb.FromShard]) -> None:
@@ -212,8 +211,8 @@ class Shard:
     async def _tell_moved(self, outbox: Outbox[pb.FromShard]) -> None:
         while True:
             await asyncio.sleep(MOVED_EVERY_S)
-            if self._desk.moved:
-                names, self._desk.moved = sorted(self._desk.moved), set()
+            if self._admission.moved:
+                names, self._admission.moved = sorted(self._admission.moved), set()
                 outbox.send(pb.FromShard(moved=pb.Moved(names=names)))
 
     async def _welcomed(self, welcome: pb.ShardWelcome) -> None:
@@ -230,13 +229,13 @@ class Shard:
         row = {"file": stored.file, "checksum": stored.checksum}
         state = await in_pool(self._plane.pool, read_version, self._folder, fragment, row)
         self._plane.serve(stored.fragment, stored.version, state)
-        self._desk.floors[stored.fragment] = stored.floor
+        self._admission.floors[stored.fragment] = stored.floor
         self._serving[stored.fragment] = stored.version, stored.checksum
 
     def _received(self, message: pb.ToShard, send: Callable[[pb.FromShard], None]) -> None:
         kind = message.WhichOneof("message")
         if kind == "verdict":
-            self._desk.answered(message.verdict)
+            self._admission.answered(message.verdict)
         elif kind == "merge":
             self._begin(self._make(message.merge, send))
         elif kind == "publish":
@@ -255,8 +254,9 @@ class Shard:
             self.failed.set_exception(task.exception())  # type: ignore[arg-type]
 
     async def _make(self, said: pb.MergeOrder, send: Callable[[pb.FromShard], None]) -> None:
-        shares = tuple(m.Share(s.name, s.base, 0, 0, s.weight, s.upto, s.session) for s in said.shares)
-        order = m.Merge(said.fragment, said.version, said.step, shares, said.outer_lr, said.outer_momentum, said.presence)
+        shares = tuple(Share(s.name, s.session, s.base, 0, 0, s.weight, s.at_step) for s in said.shares)
+        outer = (said.outer_lr, said.outer_momentum, said.presence)
+        order = m.Merge(said.fragment, said.version, said.round, shares, *outer, tokens=said.tokens)
         try:
             written = self._written[order.fragment] = await self._plane.make(order)
         except SkerryError as error:
@@ -284,7 +284,7 @@ class Shard:
         send(pb.FromShard(published=said))
 
     async def _put_back(self, stored: pb.StoredVersion, send: Callable[[pb.FromShard], None]) -> None:
-        self._bulk.forget(stored.fragment)
+        self._contributions.forget(stored.fragment)
         await self._serve(stored)
         send(pb.FromShard(published=pb.Published(fragment=stored.fragment, version=stored.version)))
 
@@ -295,7 +295,7 @@ class Shard:
         if last is not None and same and (self._folder / "fragments" / last.file).exists():
             return last  # it could not be committed, and a full disk has no room for a copy
         file = file_name(order.fragment, order.version, f"{self._process}-{next(self._attempts)}")
-        label = Label(self._identity.run_id, order.fragment, order.version, order.step)
+        label = Label(self._identity.run_id, order.fragment, order.version, order.round, order.tokens)
         try:
             write_version(self._folder, file, state, label, found.state)
         except OSError as error:

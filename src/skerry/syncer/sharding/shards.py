@@ -14,15 +14,17 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Protocol
 
 from skerry.core import messages as m
+from skerry.core import records
 from skerry.errors import ConfigError, JoinRefused, SkerryError, StoreError, WireError
-from skerry.syncer.rpc.admission import CoreDesk
+from skerry.syncer.decisions import Decisions
+from skerry.syncer.rescue import Rescue
+from skerry.syncer.rpc.admission import LocalAdmission, NotTaken
+from skerry.syncer.rpc.limits import MAX_NAME, first_message
 from skerry.syncer.rpc.outbox import Outbox
-from skerry.syncer.rpc.uploads import MAX_NAME, Busy, Damaged, Unhealthy, first_message
+from skerry.syncer.rpc.roster import Roster
 from skerry.syncer.storage.store import RunStore, Written
-from skerry.syncer.storage.tape import Tape
 from skerry.syncer.storage.version_file import file_name
 from skerry.tensors.fragments import Layout
 from skerry.tensors.merge import FragmentState
@@ -37,20 +39,6 @@ LEAST_STUCK_S = 60.0
 REMEMBERED = 100
 
 
-class Host(Protocol):
-    """What shards need to know and to tell."""
-
-    def dispatch(self, event: m.Event) -> None: ...
-    def record(self, kind: str, data: dict[str, Any]) -> None: ...
-    def bytes_moved(self, name: str) -> None: ...
-    def places_changed(self) -> None: ...
-    def defect(self, error: BaseException) -> None: ...
-
-    async def rescued(self) -> None:
-        """Until the newest version of every fragment has a whole file."""
-        ...
-
-
 def spread(layout: Layout, shards: int) -> list[int]:
     """For each fragment its shard, so that all have about the same number of elements."""
     load = [0] * shards
@@ -61,7 +49,7 @@ def spread(layout: Layout, shards: int) -> list[int]:
     return place
 
 
-class Connection:
+class ShardStream:
     """One shard's stream, from its hello to its end."""
 
     def __init__(self, number: int, address: str, process: str, stuck_s: float) -> None:
@@ -104,16 +92,23 @@ class Connection:
 class Shards:
     """The plane of a syncer whose fragments are elsewhere."""
 
-    def __init__(self, count: int, store: RunStore, tape: Tape, desk: CoreDesk, host: Host) -> None:
+    def __init__(
+        self,
+        count: int,
+        store: RunStore,
+        admission: LocalAdmission,
+        decisions: Decisions,
+        roster: Roster,
+        rescue: Rescue,
+    ) -> None:
         self.of_fragment = spread(store.identity.layout, count)
         self._count = count
         self._store = store
-        self._tape = tape
-        self._desk = desk
-        self._host = host
+        self._admission, self._decisions = admission, decisions
+        self._roster, self._rescue = roster, rescue
         self.secure = False
         """Learners come by TLS."""
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, ShardStream] = {}
         self._replaced: dict[int, deque[str]] = {number: deque(maxlen=REMEMBERED) for number in range(count)}
         """Processes whose place another one has taken."""
         self._occupied = [asyncio.Lock() for _ in self.of_fragment]
@@ -136,16 +131,18 @@ class Shards:
         if connection is None:
             raise StoreError(f"shard {self.of_fragment[order.fragment]} is away")
         shares = [
-            pb.OrderedShare(name=s.name, session=s.session, upto=s.upto, weight=s.weight, base=s.base) for s in order.shares
+            pb.OrderedShare(name=s.learner, session=s.session, at_step=s.at_step, weight=s.weight, base=s.base)
+            for s in order.shares
         ]
         message = pb.MergeOrder(
             fragment=order.fragment,
             version=order.version,
-            step=order.step,
+            round=order.round,
             shares=shares,
             outer_lr=order.outer_lr,
             outer_momentum=order.outer_momentum,
             presence=order.presence,
+            tokens=order.tokens,
         )
         made = await connection.ask("made", order.fragment, order.version, pb.ToShard(merge=message))
         assert made is not None
@@ -186,7 +183,7 @@ class Shards:
         """While a version of it is being made. A shard that comes meanwhile waits, and starts from what counts then."""
         return self._occupied[fragment]
 
-    def _ready(self, fragment: int) -> Connection | None:
+    def _ready(self, fragment: int) -> ShardStream | None:
         connection = self._connections.get(self.of_fragment[fragment])
         return connection if connection is not None and connection.ready else None
 
@@ -198,16 +195,16 @@ class Shards:
             yield pb.ToShard(goodbye=self._closed)
             return
         if first is None:
-            self._host.record("refused", {"reason": "a shard's stream without a hello"})
+            self._decisions.record(records.Refused("a shard's stream without a hello"))
             return  # damaged on its way, perhaps; it may try again
         try:
             connection = self._admit(first)
         except JoinRefused as refusal:
-            self._host.record("refused", {"reason": str(refusal)})
+            self._decisions.record(records.Refused(str(refusal)))
             yield pb.ToShard(goodbye=pb.ShardGoodbye(reason=str(refusal)))
             return
         if connection is None:
-            self._host.record("refused", {"reason": "a shard does not see the run folder of this syncer"})
+            self._decisions.record(records.Refused("a shard does not see the run folder of this syncer"))
             return  # or it read the key of the syncer before; it may try again
         reader = asyncio.get_running_loop().create_task(self._read(connection, messages))
         try:
@@ -217,7 +214,7 @@ class Shards:
             reader.cancel()
             self._lost(connection)
 
-    def _admit(self, first: pb.FromShard) -> Connection | None:
+    def _admit(self, first: pb.FromShard) -> ShardStream | None:
         if first.WhichOneof("message") != "hello":
             raise JoinRefused("the first message of a shard must be a hello")
         hello = first.hello
@@ -250,10 +247,10 @@ class Shards:
             old.outbox.end()
             self._away(old)
         stuck_s = max(STUCK * self._store.identity.sync.silence_s, LEAST_STUCK_S)
-        connection = self._connections[hello.number] = Connection(hello.number, hello.address, hello.process, stuck_s)
+        connection = self._connections[hello.number] = ShardStream(hello.number, hello.address, hello.process, stuck_s)
         return connection
 
-    async def _read(self, connection: Connection, messages: AsyncIterator[pb.FromShard | None]) -> None:
+    async def _read(self, connection: ShardStream, messages: AsyncIterator[pb.FromShard | None]) -> None:
         try:
             await self._welcome(connection)
             async for message in messages:
@@ -263,42 +260,41 @@ class Shards:
                     raise WireError("a damaged message")
                 await self._received(connection, message)
         except SkerryError as error:
-            self._host.record("refused", {"shard": connection.number, "reason": str(error)})
+            self._decisions.record(records.Refused(str(error), shard=connection.number))
         except Exception as error:
-            self._host.defect(error)
+            self._decisions.defect(error)
             raise
         finally:
             connection.outbox.end()
 
-    async def _welcome(self, connection: Connection) -> None:
+    async def _welcome(self, connection: ShardStream) -> None:
         """What counts now. A version that is being committed for the process before goes first."""
         fragments = self._fragments(connection.number)
-        await self._host.rescued()
+        await self._rescue.over.wait()
         async with contextlib.AsyncExitStack() as still:
             for fragment in fragments:
                 await still.enter_async_context(self.occupied(fragment))
-            found: list[tuple[int, int, str, int]] = []
-            await self._tape.between_commits(lambda: found.extend(self._store.newest(fragments)))
+            found = await self._decisions.tape.between_commits(self._store.newest, fragments)
             versions = [
                 pb.StoredVersion(
-                    fragment=fragment, version=version, file=file, checksum=checksum, floor=self._desk.floor(fragment)
+                    fragment=fragment, version=version, file=file, checksum=checksum, floor=self._admission.floor(fragment)
                 )
                 for fragment, version, file, checksum in found
             ]
             connection.welcomed = True
             connection.outbox.send(pb.ToShard(welcome=pb.ShardWelcome(versions=versions)))
 
-    async def _received(self, connection: Connection, message: pb.FromShard) -> None:
+    async def _received(self, connection: ShardStream, message: pb.FromShard) -> None:
         kind = message.WhichOneof("message")
         if kind == "ready":
             connection.ready = True
             fragments = self._fragments(connection.number)
-            self._host.record("shard_joined", {"shard": connection.number, "address": connection.address})
-            self._host.places_changed()
-            self._host.dispatch(m.FragmentsBack(fragments))
+            self._decisions.record(records.ShardJoined(connection.number, connection.address))
+            self._roster.send_to_all(pb.ToLearner(places=self.places))
+            self._decisions.dispatch(m.FragmentsBack(fragments))
         elif kind == "moved":
             for name in message.moved.names:
-                self._host.bytes_moved(name)
+                self._decisions.bytes_moved(name)
         elif not connection.ready:
             raise WireError(f"shard {connection.number} said {kind or 'nothing'} before it was ready")
         elif kind == "offered":
@@ -317,36 +313,35 @@ class Shards:
             connection.answered("published", message.published.fragment, message.published.version, None)
         elif kind == "refused":
             refused = message.refused
-            self._desk.refused(refused.name, refused.header if refused.HasField("header") else None, refused.reason)
+            self._admission.refused(refused.name, refused.header if refused.HasField("header") else None, refused.reason)
 
-    async def _verdict(self, connection: Connection, offered: pb.Offered, whole: bool) -> pb.ToShard:
-        verdict = pb.Verdict(question=offered.question)
+    async def _verdict(self, connection: ShardStream, offered: pb.Offered, whole: bool) -> pb.ToShard:
+        answer = pb.Verdict(question=offered.question)
+        fragment, who = offered.header.fragment, (offered.name, offered.session, offered.header)
         try:
-            fragment = offered.header.fragment
             if fragment >= len(self.of_fragment) or self.of_fragment[fragment] != connection.number:
-                raise Busy(f"fragment {fragment} is not one of shard {connection.number}")
+                raise NotTaken(f"fragment {fragment} is not one of shard {connection.number}", retry=True)
             if whole:
-                taken = await self._desk.take(offered.name, offered.session, offered.header, offered.norm, offered.repeated)
-                verdict.unmerged = not taken
+                verdict = await self._admission.judge(*who, offered.norm, offered.repeated)
+                answer.reason, answer.unhealthy, answer.unmerged = verdict.reason, verdict.unhealthy, not verdict.merged
             else:
-                await self._desk.check(offered.name, offered.session, offered.header)
-        except WireError as error:
-            verdict.reason = str(error) or "not wanted"
-            verdict.damaged, verdict.unhealthy = isinstance(error, Damaged), isinstance(error, Unhealthy)
-        return pb.ToShard(verdict=verdict)
+                await self._admission.check(*who)
+        except NotTaken as error:
+            answer.reason, answer.damaged = str(error) or "not wanted", error.retry
+        return pb.ToShard(verdict=answer)
 
-    def _lost(self, connection: Connection) -> None:
+    def _lost(self, connection: ShardStream) -> None:
         if self._connections.get(connection.number) is connection:
             del self._connections[connection.number]
             self._away(connection)
 
-    def _away(self, connection: Connection) -> None:
+    def _away(self, connection: ShardStream) -> None:
         was_ready, connection.ready = connection.ready, False
         connection.fail()
         if was_ready and self._closed is None:
-            self._host.record("shard_lost", {"shard": connection.number})
-            self._host.places_changed()
-            self._host.dispatch(m.FragmentsAway(self._fragments(connection.number)))
+            self._decisions.record(records.ShardLost(connection.number))
+            self._roster.send_to_all(pb.ToLearner(places=self.places))
+            self._decisions.dispatch(m.FragmentsAway(self._fragments(connection.number)))
 
     def dismiss(self, reason: str, over: bool) -> None:
         """The run is over, or the syncer stops; in the second case shards look for it again."""

@@ -8,11 +8,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from skerry.checksum import checksum
-from skerry.durable import unlink, write_durably
+from skerry.durable import DISK, Disk, unlink
 from skerry.errors import StoreError
 from skerry.tensors.codecs.codec import raw_bytes
 from skerry.tensors.tensor_file import as_parts
@@ -21,8 +22,8 @@ KEPT = 2
 
 
 class GoodCopies:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "good"
+    def __init__(self, folder: Path, disk: Disk = DISK) -> None:
+        self._folder, self._disk = folder / "good", disk
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:010d}.safetensors"
@@ -38,7 +39,7 @@ class GoodCopies:
         sums = {name: checksum(raw_bytes(values)) for name, values in tensors.items()}
         try:
             self._folder.mkdir(exist_ok=True)
-            write_durably(self._path(step), *as_parts(tensors, {"checksums": json.dumps(sums)}))
+            self._disk.write_durably(self._path(step), *as_parts(tensors, {"checksums": json.dumps(sums)}))
         except OSError as error:
             raise StoreError(f"a good copy of the model cannot be kept in {self._folder}: {error.strerror}") from error
         for old in self.steps()[KEPT:]:
@@ -54,6 +55,6 @@ class GoodCopies:
                 sums = json.loads((file.metadata() or {}).get("checksums", "{}"))
         except (OSError, SafetensorError, ValueError) as error:
             raise StoreError(f"the good copy of step {step} cannot be read: {error}") from error
-        if sums.get(str(fragment), checksum(raw_bytes(values))) != checksum(raw_bytes(values)):
+        if values.dtype != torch.float32 or sums.get(str(fragment)) != checksum(raw_bytes(values)):
             raise StoreError(f"{path} is damaged: fragment {fragment} does not match its checksum")
         return values

@@ -3,9 +3,11 @@
 Rules:
  1. What is found is looked at as a whole before anything is changed. If there is no whole state to go on from, nothing is.
  2. run.json is written again from the tape's copy, or from a snapshot's.
- 3. Of a tape that is not whole, every row that is goes into a new one. A tape that lags behind standing.json has lost its end.
+ 3. Of a tape that is not whole, every row that is goes into a new one. A tape that is shorter than the lock file or
+    standing.json say has lost its end.
  4. A fragment goes on from its newest version. If that is damaged, from the newest state that can be proven: the version
-    before, one in a snapshot, or a good copy. Live islands are asked first for the version that was lost (syncer/rescue.py).
+    before, one in a snapshot or in `aside/`, and last a good copy. Live islands are asked first for the version that was lost
+    (syncer/rescue.py).
  5. Without a whole tape nobody knows which files counted, so each fragment goes on from its newest whole file.
  6. A state that is not the newest version gets a number that no version had, so nothing that islands still hold or send can be
     mistaken for progress since then.
@@ -14,24 +16,24 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
-import shutil
 import sqlite3
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from skerry.checksum import checksum
+from skerry.core import records
 from skerry.core.standing import Standing
-from skerry.durable import sync_path, write_durably, write_whole
+from skerry.durable import DISK
 from skerry.errors import StoreError
 from skerry.syncer.storage import database as db
+from skerry.syncer.storage.aside import Aside
 from skerry.syncer.storage.good_copies import GoodCopies
-from skerry.syncer.storage.run_folder import DamagedIdentity, RunIdentity, parse_identity, read_identity
+from skerry.syncer.storage.run_folder import RunIdentity, find_identity, read_identity, snapshot_folders
+from skerry.syncer.storage.standing_copy import read_count, read_standing_copy
 from skerry.syncer.storage.version_file import (
     Label,
     checksums_of,
@@ -45,20 +47,26 @@ from skerry.syncer.storage.version_file import (
 from skerry.tensors.fragments import Fragment
 from skerry.tensors.merge import FragmentState
 
-log = logging.getLogger("skerry.storage")
-
 KEPT_VERSIONS = 2
 """Files of each fragment that stay: the newest, and the one before for readers that are in the middle of it."""
 VERSION_STRIDE = 1_000_000
 """After a recovery versions go on at the next multiple of this: a number that nobody has seen."""
 NEW_TAPE = "tape.new.sqlite"
 """A tape that is whole and has not taken the place of the damaged one yet."""
-KEPT_ASIDE = 2
-"""Folders in `aside/` with leftovers of healthy openings. Those of repairs stay until somebody removes them."""
 
 
-Source = tuple[Callable[[], FragmentState], int, str]
-"""A state that was found whole: how to read it, the round it was merged in, and what it is in words."""
+@dataclass(frozen=True)
+class Source:
+    """A state of a fragment that was found whole."""
+
+    read: Callable[[], FragmentState]
+    version: int
+    """-1 for a good copy, which is of no version."""
+    round: int
+    tokens: int
+    words: str
+    file: str = ""
+    """Its name, if it lies among the fragments and can go on being used there."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +78,9 @@ class Fallback:
     """The version that is lost, as far as the tape knows."""
     public: int | None
     """Checksum of its values, by which the bytes of an island can be known; None if they cannot."""
-    read: Callable[[], FragmentState]
-    step: int
-    """The round in which that was merged."""
-    source: str
-    """What it is, in words."""
+    source: Source
     seen: int
-    """The highest number that any version of this fragment has had, by the tape or by a file's name."""
+    """The highest number any version of this fragment is known to have had."""
 
     @property
     def next_version(self) -> int:
@@ -91,121 +95,22 @@ class Findings:
     fallbacks: dict[int, Fallback] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     """One line for each thing that was not as it should be, with what it cost."""
-    tape_was_lost: bool = False
-    """In part or whole: leases, tokens and counts may be older than what islands remember."""
-
-
-class Aside:
-    """Where things go instead of being removed: one numbered folder for each opening that needs it."""
-
-    def __init__(self, folder: Path, why: str) -> None:
-        self._parent = folder / "aside"
-        self._why = why
-        self._folder: Path | None = None
-        self.moved: list[str] = []
-
-    def move(self, path: Path) -> None:
-        """Raises OSError."""
-        if self._folder is None:
-            taken = [int(found.name.split("-")[0]) for found in _numbered(self._parent)]
-            self._folder = self._parent / f"{max(taken, default=0) + 1:04d}-{self._why}"
-            self._folder.mkdir(parents=True)
-        os.replace(path, self._folder / path.name)
-        self.moved.append(path.name)
-
-
-def _numbered(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name[:4].isdigit()) if folder.is_dir() else []
-
-
-# ---------------------------------------------------------------- run.json
+    healthy: bool = True
+    """Everything the tape names was found whole."""
 
 
 def recover_identity(folder: Path) -> tuple[RunIdentity, list[str]]:
     """The run's identity, and what was said if run.json had to be written again. Raises StoreError."""
+    identity, text, source = find_identity(folder)
+    if not source:
+        return identity, []
     try:
-        return read_identity(folder), []
-    except StoreError as error:
-        damage = error
-        if "run format" in str(error):
-            raise
-    for text, source in _copies_of_identity(folder):
-        try:
-            identity = parse_identity(text, folder)
-        except (DamagedIdentity, StoreError):
-            continue
-        try:
-            if (folder / "run.json").exists():
-                Aside(folder, "repair").move(folder / "run.json")
-            write_durably(folder / "run.json", text.encode())
-        except OSError as error:
-            raise StoreError(f"{damage}; it cannot be written again: {error}") from None
-        return identity, [f"run.json was missing or damaged and is written again from {source}; nothing is lost"]
-    raise damage
-
-
-def _copies_of_identity(folder: Path) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    if (folder / "tape.sqlite").exists():
-        with contextlib.suppress(StoreError):
-            text = db.ask(folder, lambda database: db.meta(database, "identity"))
-            found += [(text, "the tape")] if text is not None else []
-    for snapshot in reversed(_numbered(folder / "snapshots")):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            found.append(((snapshot / "run.json").read_text(), f"snapshot {snapshot.name}"))
-    return found
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a run was ever made here, even if run.json is gone."""
-    return (folder / "run.json").exists() or bool(_copies_of_identity(folder))
-
-
-# ---------------------------------------------------------------- standing.json
-
-
-@dataclass(frozen=True)
-class StandingCopy:
-    """Where the run stood after this many entries of the tape."""
-
-    entries: int
-    standing: Standing
-
-
-def write_standing_copy(folder: Path, run_id: str, entries: int, standing: Standing) -> None:
-    """Not synced: it is for a tape that is lost or damaged, not for a power cut, in which the tape is safe. Raises OSError."""
-    text = json.dumps({"run_id": run_id, "entries": entries, "standing": standing.to_json()})
-    write_whole(folder / "standing.json", json.dumps({"checksum": checksum(text.encode()), "text": text}).encode())
-
-
-def read_standing_copy(folder: Path, run_id: str) -> StandingCopy | None:
-    try:
-        outside = json.loads((folder / "standing.json").read_text())
-        if outside["checksum"] != checksum(outside["text"].encode()):
-            return None
-        data = json.loads(outside["text"])
-        return StandingCopy(data["entries"], Standing.from_json(data["standing"])) if data["run_id"] == run_id else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def write_count(lock: int, entries: int) -> None:
-    """Note in the lock file how long the tape is, without syncing it: whoever finds a shorter tape knows that its log is gone.
-    After a power cut the note may be older than the tape, which says nothing."""
-    text = f"{entries:020d}"
-    with contextlib.suppress(OSError):
-        os.pwrite(lock, f"{text} {checksum(text.encode()):08x}\n".encode(), 0)
-
-
-def read_count(folder: Path) -> int:
-    try:
-        text, found = (folder / "lock").read_text().split()
-        return int(text) if f"{checksum(text.encode()):08x}" == found else 0
-    except (OSError, ValueError):
-        return 0
-
-
-# ---------------------------------------------------------------- the tape and the fragments
+        if (folder / "run.json").exists():
+            Aside(folder, "repair").move(folder / "run.json")
+        DISK.write_durably(folder / "run.json", text.encode())
+    except OSError as error:
+        raise StoreError(f"{folder / 'run.json'} cannot be written again: {error}") from None
+    return identity, [f"run.json was missing or damaged and is written again from {source}; nothing is lost"]
 
 
 def open_run(folder: Path, identity: RunIdentity) -> Findings:
@@ -213,35 +118,21 @@ def open_run(folder: Path, identity: RunIdentity) -> Findings:
     or a repair was interrupted that the next opening finishes."""
     _finish_swap(folder)
     problem = _problem_of_tape(folder, identity)
-    if not problem:
-        findings = Findings(_connected(folder))
-        try:
-            _find_fallbacks(folder, identity, findings, findings.database)
-            _write_meta(folder, findings.database)
-        except BaseException:
-            findings.database.close()
-            raise
-        return findings
-    return _rebuild(folder, identity, problem)
-
-
-def _connected(folder: Path) -> sqlite3.Connection:
-    database = db.connect(folder)
+    if problem:
+        return _rebuild(folder, identity, problem)
+    findings = Findings(db.connect(folder))
     try:
-        db.make_tables(database)
+        _find_fallbacks(folder, identity, findings)
+        if db.meta(findings.database, "identity") is None:  # creation was cut short after run.json was written
+            with findings.database:
+                db.put_meta(findings.database, "identity", (folder / "run.json").read_text())
     except BaseException:
-        database.close()
+        findings.database.close()
         raise
-    return database
+    return findings
 
 
-def _write_meta(folder: Path, database: sqlite3.Connection) -> None:
-    """What a folder of an earlier release does not have."""
-    with database:
-        if db.meta(database, "identity") is None:
-            db.put_meta(database, "identity", (folder / "run.json").read_text())
-        if db.meta(database, "entries") is None:
-            db.count_rows(database)
+# ---------------------------------------------------------------- a tape that is whole
 
 
 def _problem_of_tape(folder: Path, identity: RunIdentity) -> str:
@@ -256,85 +147,110 @@ def _problem_of_tape(folder: Path, identity: RunIdentity) -> str:
                 return "tape.sqlite does not know every fragment"
             data = db.standing_data(database)
             Standing.from_json(data) if data is not None else Standing()
-            entries = db.last_entry(database)
-            ahead = any(_has_files_ahead(folder, identity, fragment, database) for fragment in identity.layout.fragments)
+            entries, generation = db.last_entry(database), db.meta(database, "generation") or ""
+            ahead = max(_files_ahead(folder, identity, fragment, database) for fragment in identity.layout.fragments)
     except (sqlite3.Error, db.Torn) as error:
         if not db.is_damage(error):
             raise
         return f"tape.sqlite is damaged: {db.one_line(error)}"
     except (ValueError, KeyError, TypeError) as error:
         return f"tape.sqlite is damaged: {db.one_line(error)}"
-    copy = read_standing_copy(folder, identity.run_id)
-    noted = read_count(folder)
+    copy, noted = read_standing_copy(folder, identity.run_id, generation), read_count(folder, generation)
     known = max(noted, copy.entries if copy is not None else 0)
     if known > entries:
         return f"tape.sqlite has lost its last {known - entries} entries or more (is tape.sqlite-wal missing?)"
-    return "tape.sqlite is older than the files it names (is tape.sqlite-wal missing?)" if ahead and not noted else ""
+    if ahead > 1 or (ahead and not noted):
+        return "tape.sqlite is older than the files it names (is tape.sqlite-wal missing?)"
+    return ""
 
 
-def _has_files_ahead(folder: Path, identity: RunIdentity, fragment: Fragment, database: sqlite3.Connection) -> bool:
-    """Whether there are files that only a later tape can name. One version ahead alone may never have counted."""
+def _files_ahead(folder: Path, identity: RunIdentity, fragment: Fragment, database: sqlite3.Connection) -> int:
+    """How many versions whole files are ahead of the tape. One version ahead may never have counted, so that is 0 as long as
+    the newest version that counts has its file."""
     head = db.newest_row(database, fragment.index)
-    newer = _highest_number(folder, fragment.index)
+    newer = _highest_number(_paths(folder), fragment.index)
     if newer <= head["version"] or (newer == head["version"] + 1 and (folder / "fragments" / head["file"]).exists()):
-        return False
-    proven = newest_proven(sorted((folder / "fragments").glob("*")), identity.run_id, fragment)
-    return proven is not None and proven.label.version > head["version"]
+        return 0
+    proven = newest_proven((folder / "fragments").glob("*"), identity.run_id, fragment)
+    return max(0, proven.label.version - head["version"]) if proven is not None else 0
 
 
-def _find_fallbacks(folder: Path, identity: RunIdentity, findings: Findings, database: sqlite3.Connection) -> None:
-    """For fragments whose newest version is damaged, with a tape that is whole."""
+def _find_fallbacks(folder: Path, identity: RunIdentity, findings: Findings) -> None:
     for fragment in identity.layout.fragments:
-        head = db.newest_row(database, fragment.index)
+        head, *before = db.version_rows(findings.database, fragment.index, KEPT_VERSIONS)
+        for row in before:
+            with contextlib.suppress(StoreError):
+                if (folder / "fragments" / row["file"]).exists():
+                    read_version(folder, fragment, row)
+                continue
+            findings.healthy = False
         try:
             read_version(folder, fragment, head)
             continue
         except StoreError as error:
             damage = error
-        found = _older_state(folder, identity, fragment, database, head["version"])
-        if found is None:
+        source = _newest_source(folder, identity, fragment, findings.database, below=head["version"])
+        if source is None:
             raise StoreError(f"{damage}, and no older state of fragment {fragment.index} is whole")
-        seen = max(head["version"], _highest_number(folder, fragment.index))
-        findings.fallbacks[fragment.index] = Fallback(fragment.index, head["version"], head["public"], *found, seen)
-        findings.said.append(f"{damage}")
+        seen = _highest_seen(folder, fragment.index, findings.database)
+        findings.fallbacks[fragment.index] = Fallback(fragment.index, head["version"], head["public"], source, seen)
+        findings.said.append(str(damage))
+        findings.healthy = False
 
 
-def _older_state(
-    folder: Path, identity: RunIdentity, fragment: Fragment, database: sqlite3.Connection, below: int
+# ---------------------------------------------------------------- what a fragment can go on from
+
+
+def _newest_source(
+    folder: Path, identity: RunIdentity, fragment: Fragment, database: sqlite3.Connection, below: int | None = None
 ) -> Source | None:
-    """The newest state before this version that can be proven, the round it was merged in, and where it is from."""
-    older = [row for row in db.version_rows(database, fragment.index, KEPT_VERSIONS) if row["version"] < below]
-    return _state_by_rows(folder, fragment, older) or _state_elsewhere(folder, identity, fragment, below)
+    """The newest state that can be proven, by the tape's rows, by the label in a file, or by a snapshot's own tape."""
+    found = [
+        *_by_rows(folder, fragment, db.version_rows(database, fragment.index, KEPT_VERSIONS), below),
+        *_by_label(folder, identity, fragment, below),
+        *_by_snapshots(folder, identity, fragment, below),
+    ]
+    return max(found, key=lambda source: source.version, default=None) or _good_copy(folder, fragment)
 
 
-def _state_by_rows(folder: Path, fragment: Fragment, rows: Sequence[sqlite3.Row]) -> Source | None:
+def _by_rows(folder: Path, fragment: Fragment, rows: Sequence[sqlite3.Row], below: int | None, where: str = "") -> list[Source]:
     for row in rows:
+        if below is None or row["version"] < below:
+            with contextlib.suppress(StoreError):
+                read_version(folder, fragment, row)
+                read, words = partial(read_version, folder, fragment, dict(row)), f"version {row['version']}{where}"
+                return [Source(read, row["version"], row["round"], 0, words, "" if where else row["file"])]
+    return []
+
+
+def _by_label(folder: Path, identity: RunIdentity, fragment: Fragment, below: int | None) -> list[Source]:
+    proven = newest_proven(_paths(folder), identity.run_id, fragment, below)
+    if proven is None:
+        return []
+    place = proven.path.relative_to(folder).parts
+    where = "" if place[0] == "fragments" else f" in {'/'.join(place[:2])}"
+    label, read = proven.label, partial(_read_again, proven.path, identity.run_id, fragment)
+    file = proven.path.name if place[0] == "fragments" else ""
+    return [Source(read, label.version, label.round, label.tokens, f"version {label.version}{where}", file)]
+
+
+def _by_snapshots(folder: Path, identity: RunIdentity, fragment: Fragment, below: int | None) -> list[Source]:
+    found: list[Source] = []
+    for snapshot in snapshot_folders(folder):
         with contextlib.suppress(StoreError):
-            read_version(folder, fragment, row)
-            return partial(read_version, folder, fragment, dict(row)), row["step"], f"version {row['version']}"
-    return None
+            if read_identity(snapshot).run_id == identity.run_id:
+                rows = db.ask(snapshot, lambda database: db.version_rows(database, fragment.index, 1))
+                found += _by_rows(snapshot, fragment, rows, below, f" in snapshots/{snapshot.name}")
+    return found
 
 
-def _state_elsewhere(folder: Path, identity: RunIdentity, fragment: Fragment, below: int | None) -> Source | None:
-    paths = sorted((folder / "fragments").glob("*"))
-    for snapshot in _numbered(folder / "snapshots"):
-        paths += sorted((snapshot / "fragments").glob("*"))
-    proven = newest_proven(paths, identity.run_id, fragment, below)
-    if proven is not None:
-        inside = "snapshots" in proven.path.relative_to(folder).parts
-        where = f" in snapshot {proven.path.parent.parent.name}" if inside else ""
-        read = partial(_read_again, proven.path, identity.run_id, fragment)
-        return read, proven.label.step, f"version {proven.label.version}{where}"
+def _good_copy(folder: Path, fragment: Fragment) -> Source | None:
     good = GoodCopies(folder)
     for step in good.steps():
         with contextlib.suppress(StoreError):
             good.read(step, fragment.index)
-            return partial(_read_good, good, step, fragment), step, f"the good copy of step {step}"
+            return Source(partial(_read_good, good, step, fragment), -1, step, 0, f"the good copy of step {step}")
     return None
-
-
-def _read_good(good: GoodCopies, step: int, fragment: Fragment) -> FragmentState:
-    return FragmentState.fresh(good.read(step, fragment.index))
 
 
 def _read_again(path: Path, run_id: str, fragment: Fragment) -> FragmentState:
@@ -344,23 +260,47 @@ def _read_again(path: Path, run_id: str, fragment: Fragment) -> FragmentState:
     return proven.state
 
 
-def _highest_number(folder: Path, fragment: int) -> int:
-    numbers = [numbers_of(path.name) for path in (folder / "fragments").glob("*")]
+def _read_good(good: GoodCopies, step: int, fragment: Fragment) -> FragmentState:
+    return FragmentState.fresh(good.read(step, fragment.index))
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Every file that may be a version of this run's, wherever it lies."""
+    places = [folder / "fragments", *(snapshot / "fragments" for snapshot in snapshot_folders(folder))]
+    return [path for place in (*places, *(folder / "aside").glob("*")) for path in sorted(place.glob("*.safetensors"))]
+
+
+def _highest_number(paths: Sequence[Path], fragment: int) -> int:
+    numbers = [numbers_of(path.name) for path in paths]
     return max((found[1] for found in numbers if found is not None and found[0] == fragment), default=0)
+
+
+def _highest_seen(folder: Path, fragment: int, database: sqlite3.Connection, standing: Standing | None = None) -> int:
+    rows = db.version_rows(database, fragment, 1)
+    floors = standing.floors if standing is not None else ()
+    floor = floors[fragment] if fragment < len(floors) else 0
+    return max(_highest_number(_paths(folder), fragment), rows[0]["version"] if rows else 0, floor)
 
 
 def fall_back(folder: Path, identity: RunIdentity, database: sqlite3.Connection, fallback: Fallback) -> int:
     """Make what a fragment goes on from its newest version, inside a transaction of the caller's. Returns its number. Raises
     OSError, StoreError and sqlite3.Error."""
-    fragment, version, state = fallback.fragment, fallback.next_version, fallback.read()
-    file, found = file_name(fragment, version), checksums_of(state)
-    write_version(folder, file, state, Label(identity.run_id, fragment, version, fallback.step), found.state)
-    db.put_version(database, fragment, version, fallback.step, file, found.state, found.public)
+    fragment, version, source = fallback.fragment, fallback.next_version, fallback.source
+    state = source.read()
+    found, file = checksums_of(state), source.file
+    if not file:  # from elsewhere, or of no version
+        file = file_name(fragment, version)
+        label = Label(identity.run_id, fragment, version, source.round, source.tokens)
+        write_version(folder, file, state, label, found.state)
+    db.put_version(database, fragment, version, source.round, file, found.state, found.public)
     database.execute("DELETE FROM counted WHERE fragment = ?", (fragment,))  # nothing of before is progress since then
-    told = {"fragment": fragment, "lost": fallback.version, "version": version, "source": fallback.source}
-    db.append(database, [db.TapeEntry(time.time(), "recovered", told)])
+    record = records.Recovered(fragment, fallback.version, version, source.words)
+    db.append(database, [db.TapeEntry(time.time(), record)])
     db.count_rows(database, new_versions=1)
     return version
+
+
+# ---------------------------------------------------------------- a tape that is not whole
 
 
 def _rebuild(folder: Path, identity: RunIdentity, problem: str) -> Findings:
@@ -368,77 +308,81 @@ def _rebuild(folder: Path, identity: RunIdentity, problem: str) -> Findings:
     half = folder / f".{NEW_TAPE}.partial"
     half.unlink(missing_ok=True)
     try:
-        with contextlib.closing(sqlite3.connect(half)) as target:
-            target.row_factory = sqlite3.Row
+        with contextlib.closing(db.open_database(half.resolve().as_uri() + "?mode=rwc")) as target:
             db.make_tables(target)
-            saved, source = db.save_what_is_whole(folder, target), "what is whole of it"
+            saved, origin = db.save_what_is_whole(folder, target), "what is whole of it"
             if not saved.readable and (snapshot := _newest_snapshot_tape(folder, identity)) is not None:
                 db.save_what_is_whole(snapshot, target)
-                source = f"that of snapshot {snapshot.name}"
-            standing = _newest_standing(folder, identity, target)
-            fallbacks = [_newest_of_files(folder, identity, fragment, target) for fragment in identity.layout.fragments]
-            newer = sum(max(0, fallback.seen - _newest_version(target, fallback.fragment)) for fallback in fallbacks)
-            cost = _cost(saved, newer)
-            db.append(target, [db.TapeEntry(time.time(), "tape_recovered", {"problem": problem, "cost": cost})])
+                origin = f"that of snapshot {snapshot.name}"
+            said = [f"{problem}; the tape goes on from {origin}: {_cost(saved)}"]
+            standing, known = _newest_standing(folder, identity, target)
+            newest = partial(_newest_of_files, folder, identity, target=target, standing=standing)
+            fallbacks = [newest(fragment) for fragment in identity.layout.fragments]
+            said += [line for fallback in fallbacks if (line := _what_it_cost(fallback))]
+            if not known:
+                tokens = max(fallback.source.tokens for fallback in fallbacks)
+                standing = Standing(step=max(f.source.round for f in fallbacks), banked_tokens=tokens, phase="running")
+                said.append(f"where the run stood is lost; it goes on at {tokens:,} tokens, and data is leased from the start")
+            db.append(target, [db.TapeEntry(time.time(), records.TapeRecovered(problem, _cost(saved)))])
             for fallback in fallbacks:
                 fall_back(folder, identity, target, fallback)
             db.put_meta(target, "identity", (folder / "run.json").read_text())
+            db.put_meta(target, "generation", uuid.uuid4().hex)
             db.put_standing(target, replace(standing, restoring=(), recoveries=standing.recoveries + 1).to_json())
             db.count_rows(target)
             target.commit()
-        sync_path(half)
+        DISK.sync_path(half)
         os.replace(half, folder / NEW_TAPE)
-        sync_path(folder)
+        DISK.sync_path(folder)
     except BaseException:
         with contextlib.suppress(OSError):
             half.unlink(missing_ok=True)
         raise
     _finish_swap(folder)
-    return Findings(_connected(folder), {}, [f"{problem}; the tape goes on from {source}: {cost}"], tape_was_lost=True)
+    return Findings(db.connect(folder), said=said, healthy=False)
 
 
 def _newest_snapshot_tape(folder: Path, identity: RunIdentity) -> Path | None:
-    for snapshot in reversed(_numbered(folder / "snapshots")):
+    for snapshot in reversed(snapshot_folders(folder)):
         with contextlib.suppress(StoreError):
             if read_identity(snapshot).run_id == identity.run_id and (snapshot / "tape.sqlite").exists():
                 return snapshot
     return None
 
 
-def _newest_standing(folder: Path, identity: RunIdentity, target: sqlite3.Connection) -> Standing:
-    found = [Standing()]
+def _newest_standing(folder: Path, identity: RunIdentity, target: sqlite3.Connection) -> tuple[Standing, bool]:
+    """The latest there is, and whether there is one."""
+    found: list[Standing] = []
     with contextlib.suppress(db.Torn, ValueError, KeyError, TypeError):
         if (data := db.standing_data(target)) is not None:
             found.append(Standing.from_json(data))
     if (copy := read_standing_copy(folder, identity.run_id)) is not None:
         found.append(copy.standing)
-    return max(found, key=lambda standing: (standing.tokens, standing.step))
+    return max(found, key=lambda standing: (standing.tokens, standing.step), default=Standing()), bool(found)
 
 
-def _newest_of_files(folder: Path, identity: RunIdentity, fragment: Fragment, target: sqlite3.Connection) -> Fallback:
-    """Files of earlier releases do not say what they are, but rows that were saved do."""
-    found = _state_elsewhere(folder, identity, fragment, None) or _state_by_rows(
-        folder, fragment, db.version_rows(target, fragment.index, KEPT_VERSIONS)
-    )
-    if found is None:
+def _newest_of_files(
+    folder: Path, identity: RunIdentity, fragment: Fragment, target: sqlite3.Connection, standing: Standing
+) -> Fallback:
+    source = _newest_source(folder, identity, fragment, target)
+    if source is None:
         raise StoreError(f"{folder} has no whole tape, and no whole file of fragment {fragment.index}")
-    seen = max(_newest_version(target, fragment.index), _highest_number(folder, fragment.index))
-    return Fallback(fragment.index, seen, None, *found, seen)
+    seen = _highest_seen(folder, fragment.index, target, standing)
+    return Fallback(fragment.index, seen, None, source, seen)
 
 
-def _newest_version(target: sqlite3.Connection, fragment: int) -> int:
-    rows = db.version_rows(target, fragment, 1)
-    return int(rows[0]["version"]) if rows else 0
+def _what_it_cost(fallback: Fallback) -> str:
+    if fallback.source.version == fallback.version:
+        return ""
+    return f"fragment {fallback.fragment} goes on from {fallback.source.words}: what was merged since then is lost"
 
 
-def _cost(saved: db.Saved, newer: int) -> str:
+def _cost(saved: db.Saved) -> str:
     parts = []
     if not saved.readable:
         parts.append("its history is lost")
     elif missing := saved.missing("tape", "entries"):
         parts.append(f"at least {missing} entries of its history are lost")
-    if newer:
-        parts.append(f"{newer} merges that it does not know are in the model")
     parts.append("each fragment loses what islands did since it was last merged, and samples leased last may be used twice")
     return ", ".join(parts)
 
@@ -449,41 +393,16 @@ def _finish_swap(folder: Path) -> None:
     if not new.exists():
         return
     aside = Aside(folder, "repair")
+    try:
+        with contextlib.closing(db.open_database(f"{new.resolve().as_uri()}?mode=ro&immutable=1")) as database:
+            whole = not db.problem_of(database)
+    except sqlite3.Error:
+        whole = False
+    if not whole:
+        aside.move(new)
+        return
     for name in reversed(db.TAPE_FILES):  # the file itself last: a log without its file is nothing
         if (folder / name).exists():
             aside.move(folder / name)
     os.replace(new, folder / "tape.sqlite")
-    sync_path(folder)
-
-
-# ---------------------------------------------------------------- leftovers
-
-
-def tidy(folder: Path, wanted: set[str], healthy: bool, say: Callable[[str], None]) -> None:
-    """Move files that no version needs out of the way. Only once everything the tape names was found whole are half-written
-    files removed, and what earlier healthy openings moved aside."""
-    aside = Aside(folder, "leftovers" if healthy else "repair")
-    for path in sorted((folder / "fragments").iterdir()):
-        if path.name.endswith(".partial"):
-            if healthy:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        elif path.name not in wanted:
-            with contextlib.suppress(OSError):  # it takes space, but it is in nobody's way
-                aside.move(path)
-    if aside.moved:
-        say(f"{len(aside.moved)} files that no version needs were moved to {folder / 'aside'}: {_few(aside.moved)}")
-    if healthy:
-        for old in [path for path in _numbered(folder / "aside") if path.name.endswith("-leftovers")][:-KEPT_ASIDE]:
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def free_half_written(folder: Path) -> None:
-    """On a full disk the tape may need the space of files that were never finished. They never counted."""
-    for path in (folder / "fragments").glob(".*.partial"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    DISK.sync_path(folder)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,16 +26,17 @@ from torch import Tensor
 
 from skerry.checksum import checksum
 from skerry.config import SyncConfig, from_json
+from skerry.core.schema import TapeRecord
 from skerry.core.standing import Standing
 from skerry.errors import StoreError
-from skerry.syncer.storage.database import ask, entries_of, newest_row, standing_data
-from skerry.syncer.storage.version_file import newest_proven, read_version
+from skerry.syncer.storage.database import ask, entries_of, meta, newest_row, standing_data
+from skerry.syncer.storage.version_file import newest_proven, numbers_of, read_version
 from skerry.tensors.fragments import Fragment, Layout, TensorSpec, split
 from skerry.tensors.merge import FragmentState
 
 log = logging.getLogger("skerry.storage")
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -46,37 +48,81 @@ class RunIdentity:
     job_json: str
 
 
+class DamagedIdentity(Exception):
+    """This is not what was written to run.json."""
+
+
 def read_identity(folder: Path) -> RunIdentity:
+    """Raises StoreError."""
     path = folder / "run.json"
     try:
-        return parse_identity(path.read_text(), folder)
+        return _parse_identity(path.read_text(), folder)
     except FileNotFoundError:
         raise StoreError(f"{folder} holds no run (there is no run.json)") from None
     except (OSError, UnicodeDecodeError, DamagedIdentity) as error:
         raise StoreError(f"{path} cannot be read: {error}") from None
 
 
-class DamagedIdentity(Exception):
-    """This is not what was written to run.json."""
-
-
-def parse_identity(text: str, folder: Path) -> RunIdentity:
+def _parse_identity(text: str, folder: Path) -> RunIdentity:
     """Raises DamagedIdentity; or StoreError if it is whole but of another release."""
     try:
         data = json.loads(text)
-        if data["format"] != FORMAT:
-            raise StoreError(f"{folder} has run format {data['format']}, this Skerry reads {FORMAT}")
         expected = data.pop("checksum", None)
         if expected is not None and expected != checksum(json.dumps(data).encode()):
             raise DamagedIdentity("its content does not match its checksum")
+        if data["format"] != FORMAT:
+            raise StoreError(f"{folder} has run format {data['format']}, this Skerry reads {FORMAT}")
+        if expected is None:
+            raise DamagedIdentity("it has no checksum")
         specs = [TensorSpec(name, tuple(shape), dtype, rule) for name, shape, dtype, rule in data["tensors"]]
         sync = from_json(SyncConfig, json.dumps(data["sync"]))
         job = json.dumps(data["job"]) if data["job"] is not None else ""
         return RunIdentity(data["run_id"], data["fixed_checksum"], split(specs, sync.fragments), sync, job)
-    except StoreError:
+    except (StoreError, DamagedIdentity):
         raise
     except Exception as error:  # damaged text can be anything, and be taken for anything
         raise DamagedIdentity(str(error) or repr(error)) from None
+
+
+def find_identity(folder: Path) -> tuple[RunIdentity, str, str]:
+    """The run's identity, its text, and where it was found if not in run.json. Raises StoreError."""
+    path = folder / "run.json"
+    try:
+        text = path.read_text()
+        return _parse_identity(text, folder), text, ""
+    except FileNotFoundError:
+        damage = f"{folder} holds no run (there is no run.json)"
+    except (OSError, UnicodeDecodeError, DamagedIdentity) as error:
+        damage = f"{path} cannot be read: {error}"
+    for text, source in _copies_of_identity(folder):
+        with contextlib.suppress(DamagedIdentity, StoreError):
+            return _parse_identity(text, folder), text, source
+    raise StoreError(damage)
+
+
+def _copies_of_identity(folder: Path) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if (folder / "tape.sqlite").exists():
+        with contextlib.suppress(StoreError):
+            text = ask(folder, lambda database: meta(database, "identity"))
+            found += [(text, "the tape")] if text is not None else []
+    for snapshot in reversed(snapshot_folders(folder)):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            found.append(((snapshot / "run.json").read_text(), f"snapshot {snapshot.name}"))
+    return found
+
+
+def snapshot_folders(folder: Path) -> list[Path]:
+    """Oldest first, whole or not."""
+    return sorted(path for path in (folder / "snapshots").glob("*") if re.fullmatch(r"\d{6,}", path.name))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run was ever made here, even if run.json is gone. A creation that was cut short left only version 0."""
+    if any((folder / name).exists() for name in ("run.json", "standing.json", "good", "snapshots")):
+        return True
+    numbers = [numbers_of(path.name) for path in (folder / "fragments").glob("*")]
+    return any(found[1] > 0 for found in numbers if found is not None) or bool(_copies_of_identity(folder))
 
 
 def identity_text(data: dict[str, Any]) -> str:
@@ -154,14 +200,14 @@ def read_standing(folder: Path) -> Standing:
     return Standing.from_json(data) if data is not None else Standing()
 
 
-def read_tape(folder: Path, kinds: Sequence[str], see: Callable[[str, dict[str, Any]], None]) -> Standing:
-    """Show what is on the tape of these kinds, entry by entry, and give where the run stood at that moment. Safe beside a
-    running syncer."""
+def read_tape(folder: Path, kinds: Sequence[type[TapeRecord]], see: Callable[[TapeRecord], None]) -> Standing:
+    """Show the records of these kinds, one by one, and return where the run stood at that moment. Safe beside a running
+    syncer."""
 
     def read(database: sqlite3.Connection) -> dict[str, Any] | None:
         database.execute("BEGIN")  # both of one moment
         for entry in entries_of(database, kinds):
-            see(entry.kind, entry.data)
+            see(entry.record)
         return standing_data(database)
 
     data = ask(folder, read, look_first=True)

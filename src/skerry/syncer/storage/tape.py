@@ -1,27 +1,39 @@
-"""Writing down what the syncer decided. Merges that become ready while the disk is busy are committed together.
+"""Writing records to the tape. Merges that become ready while the disk is busy are committed together.
 
-While the disk takes nothing, entries wait in memory: the first `WAITING` of them, in their order. Later ones are only counted,
-and an entry `tape_gap` says how many of which kind are missing, and from when to when. Nothing is missing about merges: they
-wait themselves, and are written down as they are made. A merge that fails again and again is one entry with a count.
+While the disk takes nothing, records wait in memory: the first `WAITING` of them, in order. Later ones are only counted, and a
+TapeGap record says how many of which kind are missing. Nothing is missing about merges: they wait themselves. A merge that
+fails again and again is one record with a count.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
+from skerry.core import records
+from skerry.core.schema import TapeRecord
 from skerry.core.standing import Standing
 from skerry.errors import SkerryError, StoreError
 from skerry.syncer.storage.database import TapeEntry
 from skerry.syncer.storage.store import RunStore, Written
 
+T = TypeVar("T")
+
 WAITING = 10_000
-KEPT = ("began", "closing", "ended", "leased", "returned", "banked", "journal")
-"""Kept in any case: the length of a run is read from the first three, the ledger needs the others. There are few of them."""
+ALWAYS_KEPT = (
+    records.Began,
+    records.Closing,
+    records.Ended,
+    records.Leased,
+    records.Returned,
+    records.Banked,
+    records.Journaled,
+)
+"""The length of a run is read from the first three; the ledger and replays need the others."""
 
 
 class Tape:
@@ -29,36 +41,44 @@ class Tape:
         self._store = store
         self._standing = standing
         self._entries: list[TapeEntry] = []
-        self._gap: TapeEntry | None = None
-        self._failures: dict[tuple[Any, Any], TapeEntry] = {}
+        self._gap: int | None = None
+        """Where in the list the gap record is."""
+        self._failures: dict[tuple[int, int], int] = {}
+        """Fragment and round → where in the list the record of its failed merge is."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skerry-tape")
         self._writing = asyncio.Lock()
         self._ready: list[tuple[Written, asyncio.Future[None]]] = []
         self._committing: asyncio.Task[None] | None = None
 
-    def record(self, kind: str, data: dict[str, Any]) -> None:
+    def record(self, record: TapeRecord) -> None:
         """Written with the next commit or flush."""
-        self._keep(TapeEntry(time.time(), kind, dict(data)))
+        self._keep(TapeEntry(time.time(), record))
 
     def _keep(self, entry: TapeEntry) -> None:
-        same = self._failures.get(_which(entry)) if entry.kind == "merge_failed" else None
-        if same is not None:
-            same.data["times"] = same.data.get("times", 1) + entry.data.get("times", 1)
-            same.data["until"] = entry.data.get("until", entry.at)
-        elif len(self._entries) < WAITING or entry.kind in KEPT:
+        record = entry.record
+        if isinstance(record, records.MergeFailed) and (key := (record.fragment, record.round)) in self._failures:
+            known = self._entries[self._failures[key]]
+            assert isinstance(known.record, records.MergeFailed)
+            times, until = known.record.times + record.times, record.until or entry.at
+            self._put(self._failures[key], known.at, dataclasses.replace(known.record, times=times, until=until))
+        elif len(self._entries) < WAITING or isinstance(record, ALWAYS_KEPT):
+            if isinstance(record, records.MergeFailed):
+                self._failures[record.fragment, record.round] = len(self._entries)
             self._entries.append(entry)
-            if entry.kind == "merge_failed":
-                self._failures[_which(entry)] = entry
+        elif self._gap is None:
+            self._gap = len(self._entries)
+            self._entries.append(TapeEntry(entry.at, records.TapeGap({record.kind: 1}, entry.at)))
         else:
-            if self._gap is None:
-                self._gap = TapeEntry(entry.at, "tape_gap", {"missing": {}, "until": entry.at})
-                self._entries.append(self._gap)
-            missing = self._gap.data["missing"]
-            missing[entry.kind] = missing.get(entry.kind, 0) + 1
-            self._gap.data["until"] = entry.at
+            known = self._entries[self._gap]
+            assert isinstance(known.record, records.TapeGap)
+            missing = {**known.record.missing, record.kind: known.record.missing.get(record.kind, 0) + 1}
+            self._put(self._gap, known.at, records.TapeGap(missing, entry.at))
+
+    def _put(self, place: int, at: float, record: TapeRecord) -> None:
+        self._entries[place] = TapeEntry(at, record)
 
     def _take(self) -> list[TapeEntry]:
-        """All that waits. It is not changed any more, because another thread reads it."""
+        """Everything that waits. It no longer changes, because another thread reads it."""
         entries, self._entries = self._entries, []
         self._gap = None
         self._failures = {}
@@ -67,8 +87,11 @@ class Tape:
     def _put_back(self, entries: list[TapeEntry]) -> None:
         since = self._take()
         self._entries = entries
-        self._gap = next((entry for entry in entries if entry.kind == "tape_gap"), None)
-        self._failures = {_which(entry): entry for entry in entries if entry.kind == "merge_failed"}
+        for place, entry in enumerate(entries):
+            if isinstance(entry.record, records.TapeGap):
+                self._gap = place
+            elif isinstance(entry.record, records.MergeFailed):
+                self._failures[entry.record.fragment, entry.record.round] = place
         for entry in since:
             self._keep(entry)
 
@@ -104,7 +127,7 @@ class Tape:
 
     async def flush(self) -> bool:
         """Whether everything recorded before is written now."""
-        # Who waits for it may be cancelled, but what was taken to be written must be written or put back.
+        # A caller may be cancelled, but what was taken to be written must be written or put back.
         return await asyncio.shield(asyncio.get_running_loop().create_task(self._flush()))
 
     async def _flush(self) -> bool:
@@ -120,10 +143,10 @@ class Tape:
                 return False
             return True
 
-    async def between_commits(self, work: Callable[[], None]) -> None:
-        """Nothing is written meanwhile."""
+    async def between_commits(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do something in the tape's thread while nothing is written."""
         async with self._writing:
-            await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def close(self) -> None:
         if self._committing is not None:
@@ -132,13 +155,11 @@ class Tape:
             await self.flush()
         self._thread.shutdown()
         if self._entries:
-            raise StoreError(f"the last {len(self._entries)} decisions could not be written to the tape")
-
-
-def _which(entry: TapeEntry) -> tuple[Any, Any]:
-    return entry.data.get("fragment"), entry.data.get("step")
+            raise StoreError(f"the last {len(self._entries)} records could not be written to the tape")
 
 
 def _merged(written: Written) -> TapeEntry:
-    shares = [asdict(share) for share in written.order.shares]
-    return TapeEntry(time.time(), "merged", {**asdict(written.order), "shares": shares})
+    order = written.order
+    where = (order.fragment, order.version, order.round)
+    record = records.Merged(*where, order.shares, order.outer_lr, order.outer_momentum, order.presence, order.asked)
+    return TapeEntry(time.time(), record)

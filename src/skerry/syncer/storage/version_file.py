@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from skerry.checksum import checksum
-from skerry.durable import write_durably
+from skerry.durable import DISK, Disk
 from skerry.errors import StoreError
 from skerry.tensors.codecs.codec import raw_bytes
 from skerry.tensors.fragments import Fragment
 from skerry.tensors.merge import FragmentState
 from skerry.tensors.tensor_file import as_parts
 
-SUFFIX = ".safetensors"
+_NAME = re.compile(r"(\d{4,})-(\d{8,})(-[0-9a-z-]+)?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,18 @@ class Label:
     run_id: str
     fragment: int
     version: int
-    step: int
+    round: int
     """The round it was merged in."""
+    tokens: int = 0
+    """Tokens the run had trained on by then."""
+
+
+@dataclass(frozen=True)
+class Checksums:
+    state: int
+    """Of everything that is stored."""
+    public: int
+    """Of the values alone, as learners have them."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +62,13 @@ class Proven:
 
 
 def file_name(fragment: int, version: int, attempt: int | str = 0) -> str:
-    return f"{fragment:04d}-{version:08d}{f'-{attempt}' if attempt else ''}{SUFFIX}"
+    return f"{fragment:04d}-{version:08d}{f'-{attempt}' if attempt else ''}.safetensors"
 
 
 def numbers_of(name: str) -> tuple[int, int] | None:
     """Fragment and version of a file with this name; None if it is not the file of a version."""
-    parts = name.removesuffix(SUFFIX).split("-")
-    if not name.endswith(SUFFIX) or len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
-        return None
-    return int(parts[0]), int(parts[1])
-
-
-@dataclass(frozen=True)
-class Checksums:
-    state: int
-    """Of everything that is stored."""
-    public: int
-    """Of the values alone, as learners have them."""
+    found = _NAME.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def checksums_of(state: FragmentState) -> Checksums:
@@ -90,14 +92,11 @@ def _tensors(state: FragmentState) -> dict[str, Tensor]:
     return found if state.shown is None else {**found, "shown": state.shown}
 
 
-def write_version(folder: Path, file: str, state: FragmentState, label: Label, found: int) -> None:
+def write_version(folder: Path, file: str, state: FragmentState, label: Label, found: int, disk: Disk = DISK) -> None:
     """`found` is the state's checksum. Raises OSError."""
-    write_durably(folder / "fragments" / file, *as_parts(_tensors(state), _metadata(label, found)))
-
-
-def _metadata(label: Label, found: int) -> dict[str, str]:
     text = json.dumps([*asdict(label).values(), found])
-    return {"label": text, "seal": f"{checksum(text.encode()):08x}"}
+    metadata = {"label": text, "seal": f"{checksum(text.encode()):08x}"}
+    disk.write_durably(folder / "fragments" / file, *as_parts(_tensors(state), metadata))
 
 
 def read_version(
@@ -124,11 +123,11 @@ def _read(path: Path) -> FragmentState:
 
 
 def _fits(state: FragmentState, fragment: Fragment) -> bool:
-    return all(tensor.shape == (fragment.numel,) for tensor in _tensors(state).values())
+    return all(t.shape == (fragment.numel,) and t.dtype == torch.float32 for t in _tensors(state).values())
 
 
 def label_of(path: Path) -> tuple[Label, int] | None:
-    """What a file says about itself and the checksum of its content, which is not looked at. None if it says nothing."""
+    """What a file says about itself, and the checksum of its content, which is not looked at. None if it says nothing."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -154,18 +153,12 @@ def prove(path: Path, run_id: str, fragment: Fragment) -> Proven | None:
 
 
 def newest_proven(paths: Iterable[Path], run_id: str, fragment: Fragment, below: int | None = None) -> Proven | None:
-    """The newest version of a fragment among these files. Only as many are read as it takes. With `below`, older ones only."""
-    labelled = [(found[0].version, path) for path in _files_of(paths, fragment.index) if (found := label_of(path))]
+    """The newest version of a fragment among these files, or the newest before `below`. Reads only as many as it takes."""
+    mine = [path for path in paths if (numbers_of(path.name) or (-1, 0))[0] == fragment.index]
+    labelled = [(found[0].version, path) for path in mine if (found := label_of(path))]
     for version, path in sorted(labelled, key=lambda found: (-found[0], found[1].name)):
         if below is None or version < below:
             proven = prove(path, run_id, fragment)
             if proven is not None:
                 return proven
     return None
-
-
-def _files_of(paths: Iterable[Path], fragment: int) -> Iterator[Path]:
-    for path in paths:
-        numbers = numbers_of(path.name)
-        if numbers is not None and numbers[0] == fragment:
-            yield path

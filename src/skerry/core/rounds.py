@@ -1,0 +1,445 @@
+"""Rounds: when a fragment's contributions are asked for, judged, merged and announced. Part of the syncer's state machine.
+
+The rules are numbered in syncer.py. Everything here changes the shared RunState and appends to the list of actions it is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from skerry.core import records
+from skerry.core.admission import why_refused
+from skerry.core.flow import Flow
+from skerry.core.guard import why_unhealthy
+from skerry.core.leases.ranges import Leases
+from skerry.core.messages import (
+    Action,
+    Announce,
+    Ask,
+    Caution,
+    Contributed,
+    FragmentRecovered,
+    FragmentsAway,
+    Merge,
+    NothingToGive,
+    Restore,
+    Stored,
+    StoreFailed,
+    Verdict,
+)
+from skerry.core.quorum import GraceWindow
+from skerry.core.share import Share, weight
+from skerry.core.state import Counted, FragmentProgress, LearnerState, Round, RunState
+
+RETRY_STORE_S = 1.0
+RESTORE_TRIES = 10
+LAST_CHANCE = 20
+"""A leaving learner is waited for while its bytes move, but no round stays open longer than this many times `silence_s`."""
+
+
+class Rounds:
+    def __init__(self, run: RunState, leases: Leases, places: Sequence[int]) -> None:
+        """`places` is each fragment's shard."""
+        sync, count = run.sync, len(run.fragments)
+        self._run, self._leases = run, leases
+        self.grace = GraceWindow(sync.grace, sync.overlap, sync.every)
+        flows = {place: Flow([i for i in range(count) if places[i] == place], sync.silence_s) for place in set(places)}
+        self.flows = list(flows.values())
+        self._flow_of = [flows[place] for place in places]
+        self.participation: deque[float] = deque(maxlen=200)
+        self._last_rounds_due = set(range(count))
+
+    # ------------------------------------------------------------ opening
+
+    def open_due(self, now: float, actions: list[Action]) -> None:
+        """Open rounds for fragments that are due or that a leaving learner owes, longest waiting first (rules 1, 3, 12, 13)."""
+        run = self._run
+        leaving = run.in_phase("leaving")
+        room = {flow: flow.room(run.fragments, now) for flow in self.flows}
+        for index in sorted(range(len(run.fragments)), key=lambda index: run.fragments[index].merged_round):
+            fragment = run.fragments[index]
+            waits = fragment.away_since is not None and not (run.phase == "closing" and self.is_given_up(fragment, now))
+            if fragment.restoring or waits:
+                continue
+            if run.phase == "closing":
+                self._open_last(index, now, actions)
+                continue
+            if run.phase != "running":
+                return
+            due = run.schedule.last_due(index, run.step)
+            owing = {learner.name for learner in leaving if index in (learner.owes or ())}
+            if fragment.round is not None:
+                self._ask_again(index, fragment.round, due, owing, actions)
+            elif owing or (due > fragment.merged_round and room[self._flow_of[index]] > 0):
+                trains = run.askable()
+                # A due round that was cancelled is tried again, but not with those who have answered it.
+                again = due == fragment.last_round and bool(fragment.declined & (trains | owing))
+                number = due if due > fragment.merged_round and not again else fragment.next_round(run.step)
+                self._open(index, now, number, trains, owing, actions)
+                room[self._flow_of[index]] -= 1
+
+    def _open_last(self, index: int, now: float, actions: list[Action]) -> None:
+        """While the run closes, each fragment gets one last round once its present one is over."""
+        run, fragment = self._run, self._run.fragments[index]
+        if index not in self._last_rounds_due or fragment.round is not None:
+            return
+        self._last_rounds_due.discard(index)
+        if fragment.away_since is not None:
+            actions.append(records.LeftOut(index, fragment.version))
+            return
+        able = run.askable()
+        self._open(index, now, fragment.next_round(run.step + 1), able, able, actions)
+
+    def _open(self, index: int, now: float, number: int, asked: set[str], needed: set[str], actions: list[Action]) -> None:
+        asked = asked | needed
+        if not asked:
+            return
+        fragment = self._run.fragments[index]
+        fragment.round = Round(number, now, asked, set(needed), frozenset(needed), due=number)
+        fragment.last_round = max(fragment.last_round, number)
+        actions.append(records.Opened(index, number, tuple(sorted(asked))))
+        actions.extend(self.ask(name, index, number) for name in sorted(asked))
+
+    def _ask_again(self, index: int, gathering: Round, due: int, owing: set[str], actions: list[Action]) -> None:
+        """A fragment that is due again while its round is open stays in it: newcomers are asked, others are reminded."""
+        if gathering.merging_since is not None:
+            return
+        # Whoever has answered this round is not asked again; what it owes since then belongs to the next one.
+        owing = owing - set(gathering.arrived) - gathering.declined
+        late = owing - gathering.asked
+        if due > gathering.due:
+            gathering.due = due
+            gathering.asked |= self._run.askable() - set(gathering.arrived) - gathering.declined
+            late |= gathering.missing
+        gathering.asked |= late
+        gathering.needed |= owing
+        actions.extend(self.ask(name, index, gathering.number) for name in sorted(late))
+
+    def ask(self, learner: str, index: int, number: int) -> Ask:
+        fragment = self._run.fragments[index]
+        # A dropped round may be followed by the next, that one be dropped too, and the first be tried again.
+        return Ask(learner, index, number, self._min_base(learner, fragment), anew=number <= fragment.dropped_round)
+
+    def ask_returned(self, learner: str, actions: list[Action]) -> None:
+        """A learner reconnected: repeat the questions it has not answered."""
+        for index, fragment in enumerate(self._run.fragments):
+            gathering = fragment.round
+            if gathering is None or gathering.merging_since is not None or learner in gathering.arrived:
+                continue
+            if self._run.phase == "closing":
+                # It had been given up; what it did meanwhile is welcome all the same.
+                gathering.asked.add(learner)
+                gathering.needed.add(learner)
+            if learner in gathering.asked:
+                actions.append(self.ask(learner, index, gathering.number))
+
+    def is_asked(self, ask: Ask) -> bool:
+        """Whether the answer to this question is still awaited."""
+        gathering = self._run.fragments[ask.fragment].round
+        return gathering is not None and gathering.number == ask.round and ask.learner in gathering.missing
+
+    def _min_base(self, learner: str, fragment: FragmentProgress) -> int:
+        counted = fragment.counted.get(learner)
+        return max(0, fragment.version - self._run.sync.staleness, counted.version if counted else 0, fragment.floor)
+
+    # ------------------------------------------------------------ gathering
+
+    def why_refused(self, offer: Contributed) -> str | None:
+        """Why this contribution cannot be taken, or None. Asked before the bytes are received, and again once they are in."""
+        known = 0 <= offer.fragment < len(self._run.fragments)
+        min_base = self._min_base(offer.learner, self._run.fragments[offer.fragment]) if known else 0
+        return why_refused(offer, self._run, min_base, self._leases)
+
+    def contributed(self, offer: Contributed, now: float, actions: list[Action]) -> Verdict:
+        """Judge a contribution that has arrived whole; a healthy one joins its round (rules 4, 9)."""
+        reason = self.why_refused(offer)
+        if reason is not None:
+            actions.append(records.Refused(reason, offer.learner, fragment=offer.fragment, round=offer.round))
+            return Verdict(reason, merged=False)
+        fragment, learner = self._run.fragments[offer.fragment], self._run.learners[offer.learner]
+        gathering = fragment.round
+        assert gathering is not None
+        learner.heard_at = now
+        learner.tokens = max(learner.tokens, offer.at_tokens)
+        unhealthy = why_unhealthy(fragment.sizes, offer.norm, offer.steps, self._run.sync.outlier, offer.repeated)
+        if math.isfinite(offer.norm):
+            fragment.sizes.add(offer.norm, offer.steps, fragment.sizes.limit(self._run.sync.outlier, offer.steps))
+        if unhealthy is not None:
+            actions.append(records.Unhealthy(offer.learner, offer.fragment, offer.round, unhealthy))
+        self._count_strike(learner, unhealthy, actions)
+        if unhealthy is not None or learner.quarantined:
+            self._decline(learner, offer.fragment, gathering)
+            return Verdict(unhealthy or "", unhealthy=unhealthy is not None, merged=False)
+        gathering.arrived[offer.learner] = offer
+        if learner.owes is not None and offer.learner in gathering.final:
+            learner.owes.discard(offer.fragment)
+        return Verdict()
+
+    def _count_strike(self, learner: LearnerState, unhealthy: str | None, actions: list[Action]) -> None:
+        strikes = self._run.sync.strikes
+        changed = learner.judged(unhealthy is None, strikes)
+        if changed == "quarantined":
+            actions.append(records.Quarantined(learner.name, unhealthy or ""))
+            actions.append(Caution(learner.name, True, unhealthy or ""))
+        elif changed == "readmitted":
+            actions.append(records.Readmitted(learner.name))
+            actions.append(Caution(learner.name, False, f"{strikes} healthy contributions in a row"))
+
+    def nothing_to_give(self, event: NothingToGive, now: float, actions: list[Action]) -> None:
+        if not 0 <= event.fragment < len(self._run.fragments):
+            return
+        gathering = self._run.fragments[event.fragment].round
+        if gathering is not None and gathering.number == event.round and event.learner in gathering.missing:
+            self._decline(self._run.learners[event.learner], event.fragment, gathering)
+
+    def _decline(self, learner: LearnerState, index: int, gathering: Round) -> None:
+        """This learner has answered, and there is nothing in its answer to merge."""
+        gathering.asked.discard(learner.name)
+        gathering.declined.add(learner.name)
+        if learner.owes is not None:
+            learner.owes.discard(index)
+
+    def need_everything_from(self, learner: str) -> None:
+        """A learner asked to leave: open rounds that asked it are its last chance."""
+        for gathering in self._run.open_rounds():
+            if learner in gathering.asked:
+                gathering.needed.add(learner)
+
+    def drop_unanswered(self, learner: str) -> None:
+        """Nobody waits for this learner any more; what it has already given still counts."""
+        for gathering in self._run.open_rounds():
+            if gathering.merging_since is None and learner not in gathering.arrived:
+                gathering.asked.discard(learner)
+
+    def replaced(self, old: LearnerState) -> None:
+        """Another session took over a learner's name: open questions are void, what the old one has given still counts."""
+        self.drop_unanswered(old.name)
+        for fragment in self._run.fragments:
+            # The new session counts its own steps from zero, and starts from versions that hold all the old one gave.
+            fragment.counted.pop(old.name, None)
+            if fragment.round and old.name in fragment.round.arrived:
+                given = fragment.round.arrived[old.name]
+                fragment.round.arrived[old.name] = dataclasses.replace(given, session=given.session or old.session)
+
+    # ------------------------------------------------------------ merging
+
+    def settle(self, now: float, actions: list[Action]) -> None:
+        """Order merges of rounds that have all their answers, or their quorum and no time left (rule 2)."""
+        for index, fragment in enumerate(self._run.fragments):
+            gathering = fragment.round
+            if gathering is None or gathering.merging_since is not None or now < gathering.not_before or fragment.restoring:
+                continue
+            missing = gathering.missing
+            if not gathering.arrived:
+                if not missing or (gathering.needed and now >= self._deadline(gathering)):
+                    self._cancel(index, fragment, gathering, actions)
+                continue
+            quorum = min(self._run.sync.quorum or len(gathering.asked), len(gathering.asked))
+            if gathering.quorum_at is None and len(gathering.arrived) >= quorum:
+                gathering.quorum_at = now
+                self.grace.quorum_time.add(min(now - gathering.opened_at, self._longest_s))
+                gathering.deadline = now + self.grace.seconds(self._run.step_time_s())
+            if not missing or now >= self._deadline(gathering):
+                gathering.merging_since = now
+                actions.append(self._merge_of(index, gathering))
+
+    @property
+    def _longest_s(self) -> float:
+        return LAST_CHANCE * self._run.sync.silence_s
+
+    def _deadline(self, gathering: Round) -> float:
+        waited_for = gathering.needed & gathering.missing
+        moved = [self._run.learners[name].moved_at for name in waited_for]
+        last_chance = min(max([gathering.opened_at, *moved]) + self._run.sync.silence_s, gathering.opened_at + self._longest_s)
+        if waited_for:
+            return last_chance
+        if gathering.deadline is not None:
+            return gathering.deadline
+        return last_chance if gathering.needed else math.inf
+
+    def _cancel(self, index: int, fragment: FragmentProgress, gathering: Round, actions: list[Action]) -> None:
+        """Nobody had anything to give, or nobody is left."""
+        fragment.round, fragment.declined = None, gathering.declined
+        actions.append(records.Cancelled(index, gathering.number))
+        if self._run.in_phase("training"):
+            # The round is over all the same. Learners in lock-step that wait for it are told that their version stands.
+            fragment.merged_round = max(fragment.merged_round, gathering.number)
+            if self._run.sync.wait:
+                self._announce(index, gathering.number, actions)
+
+    def _merge_of(self, index: int, gathering: Round) -> Merge:
+        shares = tuple(self._share(gathering.arrived[name]) for name in sorted(gathering.arrived))
+        expected = len(gathering.asked | set(gathering.arrived))
+        presence = len(shares) / expected if self._run.sync.damp_absent else 1.0
+        stage = self._run.schedule.stage(gathering.number)
+        version = self._run.fragments[index].version + 1
+        outer = (stage.outer_lr, stage.outer_momentum)
+        return Merge(index, version, gathering.number, shares, *outer, presence, expected, self._run.tokens)
+
+    def _share(self, offer: Contributed) -> Share:
+        return Share(
+            offer.learner,
+            offer.session or self._run.learners[offer.learner].session,
+            offer.base,
+            offer.steps,
+            offer.tokens,
+            weight(offer.tokens, offer.steps),
+            offer.at_step,
+            offer.at_tokens,
+            offer.samples,
+        )
+
+    def stored(self, event: Stored, now: float, actions: list[Action]) -> None:
+        """A merge is durable: it counts from now on, and is announced (rule 5)."""
+        run, fragment = self._run, self._run.fragments[event.fragment]
+        gathering = fragment.round
+        assert gathering is not None and gathering.merging_since is not None, "stored a merge that was not ordered"
+        assert event.version == fragment.version + 1, "versions go up one by one"
+        fragment.version = event.version
+        if gathering.restores:
+            fragment.restoring, fragment.floor, fragment.round = 0, event.version, None
+            self._announce(event.fragment, gathering.number, actions)
+            return
+        fragment.merged_round = max(fragment.merged_round, gathering.number if run.sync.wait else gathering.due)
+        fragment.round = None
+        run.merges += 1
+        self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
+        self.grace.sync_time.add(min(now - gathering.merging_since, self._longest_s))
+        if not run.sync.wait and run.sync.adopt != "carry":  # what is carried over is not lost
+            step_s = run.step_time_s()
+            limits = self.grace.allowed(step_s), self.grace.longest(step_s)
+            self._flow_of[event.fragment].merged(event.fragment, now, gathering.exchange_s(now), *limits)
+        self._count(event, gathering)
+        self._announce(event.fragment, gathering.number, actions)
+
+    def _count(self, event: Stored, gathering: Round) -> None:
+        fragment = self._run.fragments[event.fragment]
+        total = sum(weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
+        for name, offer in gathering.arrived.items():
+            learner = self._run.learners[name]
+            session = offer.session or learner.session
+            # A session that took the giver's place counts its own steps.
+            at_step, samples = (offer.at_step, offer.samples[1]) if session == learner.session else (0, 0)
+            fragment.counted[name] = Counted(event.version, at_step, samples)
+            self._leases.merged(name, session, offer.samples[1])
+            learner.merges += 1
+            learner.last_share = weight(offer.tokens, offer.steps) / total
+
+    def _announce(self, index: int, number: int, actions: list[Action]) -> None:
+        fragment = self._run.fragments[index]
+        names = tuple(learner.name for learner in self._run.in_phase("training", "leaving", "waiting"))
+        counted = tuple(fragment.counted_step(name) for name in names)
+        actions.append(Announce(names, index, fragment.version, number, counted))
+
+    def store_failed(self, event: StoreFailed, now: float, actions: list[Action]) -> None:
+        fragment = self._run.fragments[event.fragment]
+        gathering = fragment.round
+        assert gathering is not None and gathering.merging_since is not None, "a merge failed that was not ordered"
+        gathering.merging_since = None
+        if gathering.restores:
+            fragment.restoring -= 1
+            if not fragment.restoring:
+                # Better to go on from what there is than to stand still.
+                fragment.round = None
+                actions.append(records.NotRestored(event.fragment, event.reason))
+                return
+        if gathering.void:
+            self._drop_void(event.fragment, gathering, actions)
+            return
+        # Nobody was struck off while it was being merged.
+        gathering.asked = {name for name in gathering.asked if name in gathering.arrived or self._may_answer(name)}
+        gathering.not_before = now + RETRY_STORE_S
+        actions.append(records.MergeFailed(event.fragment, gathering.number, event.reason))
+
+    def _may_answer(self, name: str) -> bool:
+        learner = self._run.learners.get(name)
+        return learner is not None and (learner.phase == "leaving" or self._run.is_askable(learner))
+
+    # ------------------------------------------------------------ fragments that are not served
+
+    def fragments_away(self, event: FragmentsAway, now: float, actions: list[Action]) -> None:
+        for index in event.fragments:
+            fragment = self._run.fragments[index]
+            fragment.away_since = now if fragment.away_since is None else fragment.away_since
+            gathering = fragment.round
+            if gathering is None or gathering.restores:
+                continue
+            gathering.void = True
+            if gathering.merging_since is None:
+                self._drop_void(index, gathering, actions)
+
+    def _drop_void(self, index: int, gathering: Round, actions: list[Action]) -> None:
+        """As if it had never been opened: whoever gave still has what it gave, on top of its base."""
+        fragment = self._run.fragments[index]
+        fragment.round, fragment.dropped_round = None, max(fragment.dropped_round, gathering.number)
+        fragment.declined = set()  # those of an earlier round, with another number
+        for name in gathering.final & set(gathering.arrived):
+            owes = self._run.learners[name].owes if name in self._run.learners else None
+            if owes is not None:
+                owes.add(index)
+        if self._run.phase == "closing":
+            self._last_rounds_due.add(index)
+        actions.append(records.Dropped(index, gathering.number, tuple(sorted(gathering.arrived))))
+
+    def recovered(self, event: FragmentRecovered, now: float, actions: list[Action]) -> None:
+        """The fragment goes on from an older state, under a number that no version had."""
+        fragment = self._run.fragments[event.fragment]
+        assert fragment.round is None and event.version > fragment.version, "a fragment that was lost has no rounds"
+        fragment.version = fragment.floor = event.version
+        fragment.counted.clear()
+        self._announce(event.fragment, fragment.merged_round, actions)
+
+    def is_given_up(self, fragment: FragmentProgress, now: float) -> bool:
+        """It has been away for so long that nobody waits for it any more."""
+        return fragment.away_since is not None and now >= self._patience(fragment)
+
+    def _patience(self, fragment: FragmentProgress) -> float:
+        assert fragment.away_since is not None
+        return fragment.away_since + self._run.sync.silence_s * (LAST_CHANCE if self._run.phase == "closing" else 1)
+
+    # ------------------------------------------------------------ going back to the good copy
+
+    def start_restore(self) -> None:
+        for fragment in self._run.fragments:
+            fragment.restoring = RESTORE_TRIES
+
+    def restore(self, good_step: int | None, now: float, actions: list[Action]) -> None:
+        """Put fragments back (rule 10). A merge in progress ends first; what was gathered for the next one is dropped."""
+        for index, fragment in enumerate(self._run.fragments):
+            busy = fragment.round
+            if (
+                not fragment.restoring
+                or fragment.away_since is not None
+                or (busy and (busy.merging_since is not None or now < busy.not_before))
+            ):
+                continue
+            assert good_step is not None
+            step = self._run.step
+            fragment.round = Round(step, now, set(), due=step, merging_since=now, restores=True)
+            actions.append(Restore(index, fragment.version + 1, step, good_step))
+
+    # ------------------------------------------------------------ the end, and when to look again
+
+    @property
+    def all_final(self) -> bool:
+        """While the run closes: every fragment has had its last round."""
+        return not self._last_rounds_due and not any(True for _ in self._run.open_rounds())
+
+    def has_given_all(self, learner: LearnerState, now: float) -> bool:
+        """For a leaving learner: it owes nothing that can still be given, and is part of no open round."""
+        if any(not self.is_given_up(self._run.fragments[index], now) for index in learner.owes or ()):
+            return False
+        return not any(learner.name in r.asked or learner.name in r.arrived for r in self._run.open_rounds())
+
+    def wakes(self, now: float) -> list[float]:
+        """When something here is due although nothing happens."""
+        fragments = self._run.fragments
+        waiting = [r for r in self._run.open_rounds() if r.merging_since is None and (r.arrived or r.needed)]
+        times = [max(self._deadline(r) if r.missing else now, r.not_before) for r in waiting]
+        times += [f.round.not_before for f in fragments if f.restoring and f.round and f.round.merging_since is None]
+        if self._run.phase == "closing" or self._run.in_phase("leaving"):
+            times += [self._patience(f) for f in fragments if f.away_since is not None and not self.is_given_up(f, now)]
+        return times + [time for flow in self.flows for time in flow.wakes(fragments, now)]

@@ -1,0 +1,208 @@
+"""Answers to the syncer's questions: a snapshot is taken between two steps, encoded, and sent until it is delivered."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from skerry.checksum import checksum
+from skerry.core.exchange import Give, GiveNothing, Question
+from skerry.errors import WireError
+from skerry.learner.background import Background
+from skerry.learner.replica import Snapshot
+from skerry.learner.session import Session
+from skerry.learner.transport.reachability import Reachability
+from skerry.learner.transport.routes import Routes
+from skerry.tensors.codecs.codec import raw_bytes
+from skerry.wire import skerry_pb2 as pb
+
+log = logging.getLogger("skerry.learner")
+
+RETRY_S = 0.5
+ENCODED_AT_ONCE = 2
+"""While one waits for the GPU, another may begin; each takes a few times its size there."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An answer, ready to be sent."""
+
+    give: Give
+    data: memoryview
+    checksum: int
+
+
+class Answers(NamedTuple):
+    """To the questions that can be answered at one moment."""
+
+    again: list[Encoded]
+    taken: list[tuple[Give, Snapshot]]
+    nothings: list[Question]
+
+
+class Contributor:
+    """On the event loop; background threads copy and encode."""
+
+    def __init__(self, session: Session, background: Background, reachability: Reachability) -> None:
+        self._session, self._background, self._reachability = session, background, reachability
+        self.send: Callable[[pb.ToSyncer], None] = lambda message: None
+        """To the syncer; set for each connection."""
+        self._answering = False
+        self._encoders = asyncio.Semaphore(ENCODED_AT_ONCE)
+        self._encoding: set[int] = set()
+        """Fragments whose last answer is not encoded yet: asked again after a new welcome, they give the same one."""
+        self._encoded: dict[int, Encoded] = {}
+        """By fragment: the last answer, until it is delivered."""
+        self._sending: set[tuple[Routes, int, int]] = set()
+
+    def answer(self) -> None:
+        """Answer every question that can be answered, unless that is in progress."""
+        replica = self._session.replica
+        if self._answering:
+            return
+        if replica.quick and replica.gate.acquire(blocking=False):
+            if replica.between_steps:
+                self._give(self._take_snapshots())
+                return
+            replica.gate.release()
+        self._answering = True
+        self._background.spawn(self._answer_between_steps())
+
+    async def _answer_between_steps(self) -> None:
+        try:
+            found = await self._background.in_thread(self._wait_for_snapshots)
+        finally:
+            self._answering = False
+        self._give(found)
+        if any(found):
+            self._session.wake()  # something may have been asked meanwhile
+
+    def _wait_for_snapshots(self) -> Answers:
+        session = self._session
+        if not session.replica.acquire_between_steps(lambda: session.closing):
+            return Answers([], [], [])
+        return self._take_snapshots()
+
+    def _take_snapshots(self) -> Answers:
+        """With the gate held, which is released: copies of one moment between two optimizer steps, for every question that can
+        be answered."""
+        session, found = self._session, Answers([], [], [])
+        try:
+            with session.lock:
+                for answer in session.exchange.answers(self._encoding):
+                    if isinstance(answer, GiveNothing):
+                        found.nothings.append(answer.question)
+                        continue
+                    fragment = answer.question.fragment
+                    if answer.again:
+                        found.again.append(dataclasses.replace(self._encoded[fragment], give=answer))
+                        continue
+                    snapshot = session.staged.get(fragment) if answer.staged else None
+                    found.taken.append((answer, snapshot or session.replica.snapshot(fragment, answer.at.steps)))
+                    session.exchange.given(answer)
+                    self._encoding.add(fragment)
+        finally:
+            session.replica.gate.release()
+        return found
+
+    def _give(self, found: Answers) -> None:
+        for question in found.nothings:
+            self.send(pb.ToSyncer(nothing=pb.NothingToGive(fragment=question.fragment, round=question.round)))
+        for encoded in found.again:
+            self._background.spawn(self._upload(encoded))
+        for give, snapshot in found.taken:
+            if self._session.replica.quick:
+                self._background.spawn(self._upload(self._encode(give, snapshot)))
+            else:
+                self._background.spawn(self._encode_and_upload(give, snapshot))
+
+    async def _encode_and_upload(self, give: Give, snapshot: Snapshot) -> None:
+        async with self._encoders:
+            encoded = await self._background.in_thread(self._encode, give, snapshot)
+        del snapshot  # it holds a copy on the device and the version before, and sending may take long
+        if self._session.exchange.has_questions():
+            self._session.wake()
+        await self._upload(encoded)
+
+    def _encode(self, give: Give, snapshot: Snapshot) -> Encoded:
+        """On a GPU this waits until the step before the snapshot has been computed."""
+        session = self._session
+        data = raw_bytes(session.replica.encode(snapshot))
+        encoded = Encoded(give, data, checksum(data))
+        with session.lock:
+            self._encoded[give.question.fragment] = encoded
+            self._encoding.discard(give.question.fragment)
+            session.exchange.encoded(give)
+        return encoded
+
+    async def _upload(self, encoded: Encoded) -> None:
+        """Send an answer until it is delivered, no longer wanted, or the connection is another one."""
+        session, routes, question = self._session, self._session.routes, encoded.give.question
+        assert routes is not None
+        sending = (routes, question.fragment, question.round)
+        if sending in self._sending:
+            return  # the same question came again while this answer was being encoded
+        self._sending.add(sending)
+        header, resume = self._header(encoded), encoded.give.again
+        try:
+            while not await self._try_to_send(routes, header, encoded.data, resume):
+                resume = True
+                await asyncio.sleep(RETRY_S)
+                if session.routes is not routes or session.closing:
+                    return  # after a new welcome it is asked for again, if it is still wanted
+                with session.lock:
+                    wanted = session.exchange.still_wanted(question)
+                if not wanted:
+                    break
+            self._delivered(encoded)
+        finally:
+            self._sending.discard(sending)
+
+    async def _try_to_send(self, routes: Routes, header: pb.Upload, data: memoryview, resume: bool) -> bool:
+        """Whether the syncer has said what becomes of it."""
+        name, shard = self._session.name, routes.shard_of(header.fragment)  # now: it may be another afterwards
+        try:
+            reply = await routes.to_send(header.fragment, data).upload(header, data, resume)
+        except WireError as error:
+            log.debug("%s: fragment %d was not sent: %s", name, header.fragment, error)
+            self._reachability.failed(shard, error)
+            return False
+        self._reachability.went_through(shard)
+        if not reply.accepted:
+            log.debug("%s: fragment %d was not taken: %s", name, header.fragment, reply.reason)
+        return not reply.damaged
+
+    def _header(self, encoded: Encoded) -> pb.Upload:
+        session, give, question = self._session, encoded.give, encoded.give.question
+        with session.lock:
+            journal = session.journal.upto(give.at.steps)
+        return pb.Upload(
+            fragment=question.fragment,
+            round=question.round,
+            base=give.base,
+            steps=give.steps,
+            tokens=give.tokens,
+            codec=session.sync.send,
+            size_bytes=len(encoded.data),
+            checksum=encoded.checksum,
+            at_step=give.at.steps,
+            samples_from=give.samples[0],
+            samples_to=give.samples[1],
+            at_tokens=give.at.tokens,
+            journal_json=journal,
+        )
+
+    def _delivered(self, encoded: Encoded) -> None:
+        fragment = encoded.give.question.fragment
+        with self._session.lock:
+            self._session.exchange.delivered(encoded.give.question)
+            kept = self._encoded.get(fragment)
+            if kept is not None and kept.data is encoded.data:
+                del self._encoded[fragment]
+
+    def forget_all(self) -> None:
+        self._encoded.clear()

@@ -1,0 +1,200 @@
+"""Merged fragments: fetched when they are announced, decoded, and made ready for the training thread to adopt."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from safetensors.torch import load
+from torch import Tensor
+
+from skerry.core.exchange import Version
+from skerry.errors import WireError
+from skerry.learner.background import Background
+from skerry.learner.replica import Prepared
+from skerry.learner.session import Session
+from skerry.learner.transport.reachability import Reachability
+from skerry.learner.transport.routes import Routes
+from skerry.learner.transport.sidecar import Sidecar
+from skerry.learner.transport.stream import Download, NotAsWanted
+from skerry.tensors.codecs.codec import FP32, Codec, byte_tensor
+from skerry.tensors.codecs.per_tensor import fragment_codec
+from skerry.wire import skerry_pb2 as pb
+
+log = logging.getLogger("skerry.learner")
+
+RETRY_S = 0.5
+OVERTAKEN = 5
+MAX_DIFFERENCES = 64
+"""More than any syncer keeps: a learner does not allocate memory for whatever is declared."""
+
+
+class Fetcher:
+    """On the event loop; background threads decode."""
+
+    def __init__(
+        self,
+        session: Session,
+        background: Background,
+        reachability: Reachability,
+        sidecar: Callable[[], Sidecar | None] = lambda: None,
+    ) -> None:
+        self._session, self._background, self._reachability = session, background, reachability
+        self._sidecar = sidecar
+        self._downloads: dict[int, Download] = {}
+        """By fragment: what has arrived of a version survives broken connections."""
+        self._overtaken: Counter[int] = Counter()
+        """By fragment: versions in a row that were replaced while they were in flight."""
+
+    async def fetch(self, version: Version) -> None:
+        session, fragment = self._session, version.fragment
+        routes = session.routes
+        if routes is None:
+            return
+        with session.lock:
+            have, values_had = self._newest_here(fragment)
+        download = self._download(pb.Fetch(fragment=fragment, version=version.version, have=have))
+        shard = routes.shard_of(fragment)
+        try:
+            await routes.to_fetch(fragment, download.room).fetch(download)
+        except WireError as error:
+            log.debug("%s: fragment %d was not fetched: %s", session.name, fragment, error)
+            self._reachability.failed(shard, error)
+            if isinstance(error, NotAsWanted):
+                self._forget(download)
+                self._came_too_late(fragment)
+            self._fetch_again(version, routes)
+            return
+        self._reachability.went_through(shard)
+        self._overtaken.pop(fragment, None)
+        with session.lock:
+            since_step = session.exchange.uncounted_since(version).steps
+
+        def decode() -> Prepared:
+            header, data = download.finish()
+            codec, numel = self._codec(header)
+            had = values_had if header.HasField("since") else None
+            values = session.replica.decode(codec, byte_tensor(data), numel, had)
+            return session.replica.prepare(fragment, values, since_step, header.floor)
+
+        self._forget(download)
+        try:
+            prepared = decode() if session.replica.quick else await self._background.in_thread(decode)
+        except WireError as error:
+            log.debug("%s: fragment %d did not arrive as it was sent: %s", session.name, fragment, error)
+            self._fetch_again(version, routes)
+            return
+        with session.lock:
+            if session.exchange.fetched(version):
+                session.prepared[fragment] = prepared
+            session.lock.notify_all()
+        session.wake()
+
+    def _download(self, wanted: pb.Fetch) -> Download:
+        """The one in progress, if it is for the same; else a new one."""
+        download = self._downloads.get(wanted.fragment)
+        if download is None or download.wanted != wanted:
+            if download is not None:
+                self._forget(download)
+            room = self._room(wanted)
+            download = Download(wanted, lambda header: self._check_size(wanted, header), room)
+            self._downloads[wanted.fragment] = download
+        return download
+
+    def _came_too_late(self, fragment: int) -> None:
+        """Another version replaced the one in flight. Once is nothing; if it always happens, this island never has anything to
+        give."""
+        self._overtaken[fragment] += 1
+        if self._overtaken[fragment] == OVERTAKEN:
+            what = f"versions of fragment {fragment} are replaced before they arrive, {OVERTAKEN} times in a row"
+            log.warning("%s: %s: a larger H or fewer bits would suit its link (skerry plan)", self._session.name, what)
+
+    def _room(self, wanted: pb.Fetch) -> memoryview | None:
+        """Memory shared with the sidecar. It carries differences; a whole version is rare."""
+        sidecar = self._sidecar()
+        if sidecar is None or not sidecar.running or not wanted.HasField("have"):
+            return None
+        room = self._session.replica.room(wanted.fragment)
+        return room if room is not None and sidecar.can_receive(room) else None
+
+    def _forget(self, download: Download) -> None:
+        fragment, sidecar = download.wanted.fragment, self._sidecar()
+        if self._downloads.get(fragment) is download:
+            del self._downloads[fragment]
+            if sidecar is not None and download.room is not None and download.header is None:
+                sidecar.forget(download.room)
+
+    def _fetch_again(self, version: Version, routes: Routes) -> None:
+        session = self._session
+
+        def again() -> None:
+            if session.routes is routes:  # a new connection has started to fetch by itself
+                with session.lock:
+                    session.exchange.fetch_failed(version)
+                session.wake()
+
+        self._background.call_later(RETRY_S, again)
+
+    async def fetch_fixed(self, part: int) -> None:
+        """Tensors nobody trains, which the syncer serves as one more fragment."""
+        session, routes = self._session, self._session.routes
+        assert routes is not None
+        try:
+            wanted = pb.Fetch(fragment=part, version=0)
+            download = Download(wanted, lambda header: self._check_size(wanted, header))
+            await routes.main.fetch(download)
+            _, data = download.finish()
+        except WireError as error:
+            log.debug("%s: the fixed part was not fetched: %s", session.name, error)
+
+            def again() -> None:
+                if session.routes is routes:  # a new connection has started to fetch it by itself
+                    self._background.spawn(self.fetch_fixed(part))
+
+            self._background.call_later(RETRY_S, again)
+            return
+        if session.fixed_loaded:
+            return  # and training may have begun
+        session.replica.load_fixed(load(bytes(data)))
+        with session.lock:
+            session.fixed_loaded = True
+            session.lock.notify_all()
+        session.wake()
+
+    def _newest_here(self, fragment: int) -> tuple[int | None, Tensor | None]:
+        """The newest version of a fragment that is whole here, waiting to be adopted or in the model."""
+        session, held = self._session, self._session.exchange.held[fragment]
+        if held.fetched is not None and fragment in session.prepared:
+            return held.fetched.version, session.prepared[fragment].values
+        return (held.version, session.replica.held(fragment)) if held.version >= 0 else (None, None)
+
+    def _codec(self, header: pb.Fetched) -> tuple[Codec, int]:
+        """The codec of a fragment's version, and its number of elements."""
+        layout = self._session.replica.layout
+        fragment = layout.fragments[header.fragment]
+        name = self._session.sync.publish if header.HasField("since") else FP32.name
+        if header.codec != name:
+            raise WireError(f"fragment {header.fragment} should be in {name}, {header.codec!r} declared")
+        return fragment_codec(name, layout, fragment), fragment.numel
+
+    def _check_size(self, wanted: pb.Fetch, header: pb.Fetched) -> None:
+        layout = self._session.replica.layout
+        if wanted.fragment == len(layout.fragments):
+            limit = (1 << 20) + 9 * sum(spec.numel for spec in layout.tensors) + 1024 * len(layout.tensors)
+            if header.codec != "safetensors" or header.size_bytes > limit:
+                raise WireError(f"the fixed part is declared as {header.size_bytes} bytes of {header.codec!r}")
+            return
+        codec, numel = self._codec(header)
+        differences = 1
+        if header.HasField("since"):
+            differences = wanted.version - header.since
+            if not wanted.HasField("have") or header.since != wanted.have or differences > MAX_DIFFERENCES:
+                raise WireError(f"fragment {wanted.fragment} was sent as differences to version {header.since}")
+        expected = differences * codec.size_bytes(numel)
+        if header.size_bytes != expected:
+            what = f"fragment {wanted.fragment} should be {expected} bytes in {header.codec}"
+            raise WireError(f"{what}, {header.size_bytes} declared")
+
+    def forget_all(self) -> None:
+        self._downloads.clear()

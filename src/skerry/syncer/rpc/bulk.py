@@ -1,0 +1,290 @@
+"""Learners' bulk streams: contributions come in, published versions and optimizer state go out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Literal
+
+import grpc
+
+from skerry.errors import WireError
+from skerry.syncer.rpc.admission import Admission, NotTaken
+from skerry.syncer.rpc.fragments import ServedFragments
+from skerry.syncer.rpc.limits import MAX_NAME, first_message
+from skerry.syncer.rpc.state_relay import NOTHING, StateRelay
+from skerry.syncer.rpc.uploads import Contributions, Receiving
+from skerry.wire import skerry_pb2 as pb
+from skerry.wire.framing import Assembly, Parcel, chunk, count_chunks
+
+log = logging.getLogger("skerry.syncer")
+
+STREAM_QUEUE = 256
+"""Answers that wait to be sent on one stream. While it is full, nothing more is read from the stream."""
+REPLIES = 64
+"""The same for replies to contributions, which go before all others."""
+
+Outgoing = pb.Fetch | tuple[pb.State, memoryview] | Literal["reply"] | None
+"""What is to be sent; `reply` says to look at the replies, None ends the stream."""
+Write = Callable[[Parcel[pb.BulkToLearner]], Awaitable[None]]
+
+
+class BulkService:
+    """The bulk streams of one process. `relay` is where optimizer state goes through, if it does here."""
+
+    def __init__(
+        self,
+        served: ServedFragments,
+        contributions: Contributions,
+        admission: Admission,
+        relay: StateRelay | None = None,
+    ) -> None:
+        self.served, self.contributions, self.admission, self.relay = served, contributions, admission, relay
+        self.taking: set[asyncio.Task[None]] = set()
+        """Contributions that are whole and being judged, also if the stream they came on is gone."""
+
+    async def serve(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None:
+        """A gRPC call, from its first message to its last."""
+
+        async def write(message: Parcel[pb.BulkToLearner]) -> None:
+            try:
+                await context.write(message)
+            except grpc.aio.InternalError:
+                raise asyncio.CancelledError from None  # the learner has gone, and reading ends as well
+
+        try:
+            first = await first_message(messages)
+            if first is None or first.message.WhichOneof("message") != "hello":
+                raise WireError("the first message of a bulk stream must say who speaks")
+            stream = BulkStream(self, first.message.hello.name, first.message.hello.session)
+            sender = asyncio.get_running_loop().create_task(stream.send(write))
+            try:
+                await stream.read(messages)
+                await sender
+            finally:
+                sender.cancel()
+        except WireError as error:
+            self.admission.refused("", None, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+
+class BulkStream:
+    """One learner's bulk stream, from its first word to its last."""
+
+    def __init__(self, service: BulkService, learner: str, session: str) -> None:
+        self.learner, self.session = learner, session
+        self._served, self._contributions = service.served, service.contributions
+        self._admission, self._state_relay = service.admission, service.relay
+        self._outbox: asyncio.Queue[Outgoing] = asyncio.Queue(STREAM_QUEUE)
+        self._replies: asyncio.Queue[pb.UploadReply] = asyncio.Queue(REPLIES)
+        self._ended = False
+        self._receiving: Receiving | None = None
+        self._state: tuple[pb.State, Assembly] | None = None
+        self._named = False
+        """Chunks belong to something, wanted or not."""
+        self._next_chunk = 0
+        self._taking: set[asyncio.Task[None]] = set()
+        self._all_taking = service.taking
+
+    # ------------------------------------------------------------ reading
+
+    async def read(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None]) -> None:
+        try:
+            async for parcel in messages:
+                if parcel is None:
+                    raise WireError("a damaged message on the bulk stream")
+                message = parcel.message
+                kind = message.WhichOneof("message")
+                if kind == "hello":
+                    raise WireError("a second hello on one bulk stream")
+                if kind == "fetch":
+                    await self._outbox.put(message.fetch)
+                    continue
+                if kind == "fetch_state":
+                    self._fetch_state(message.fetch_state.part)
+                    continue
+                if kind == "upload":
+                    self._put_down()
+                    await self._begin(message.upload)
+                elif kind == "state":
+                    self._put_down()
+                    self._begin_state(message.state)
+                elif not self._named:
+                    await self._refuse(None, NotTaken("an upload must start with its header"))
+                if not message.upload.resume:
+                    await self._add(parcel.chunk)
+            if self._taking:  # a verdict may come soon; the contribution is taken with or without a stream
+                await asyncio.wait(self._taking)
+            await self._outbox.put(None)
+        finally:
+            # What has arrived in part may be finished on another stream. What is being decoded has arrived, and counts.
+            self._put_down()
+            self._ended = True
+            while not self._replies.empty():  # nobody who waits to put something there need wait any more
+                self._replies.get_nowait()
+
+    async def _begin(self, header: pb.Upload) -> None:
+        self._named = True
+        try:
+            receiving = await self._contributions.begin(self.learner, self.session, header)
+        except NotTaken as error:
+            await self._refuse(header, error)
+            return
+        if header.resume:
+            if receiving.complete:
+                busy = NotTaken(f"fragment {header.fragment} has arrived and is being judged", retry=True)
+                await self._reply(_reply_to(header, busy))
+                return
+            missing = [number for run in receiving.assembly.missing for number in run]
+            await self._reply(pb.UploadReply(fragment=header.fragment, round=header.round, missing=missing))
+            return
+        self._receiving, self._next_chunk = receiving, header.first_chunk
+
+    async def _add(self, data: bytes | memoryview) -> None:
+        """The next chunk of whatever was named last."""
+        receiving, state = self._receiving, self._state
+        if receiving is not None and receiving.given_up is not None:
+            self._put_down()
+            if receiving.given_up:
+                await self._refuse(receiving.header, NotTaken(receiving.given_up))
+            return
+        assembly = receiving.assembly if receiving is not None else state[1] if state is not None else None
+        if assembly is None or assembly.complete or (not data and assembly.size_bytes):
+            return  # not wanted, or a header alone
+        number, self._next_chunk = self._next_chunk, self._next_chunk + 1
+        if state is not None:
+            self._add_to_state(*state, number, data)
+        if receiving is None:
+            return
+        try:
+            receiving.assembly.add(number, data)
+        except WireError as error:
+            self._put_down()
+            self._contributions.done(self.learner, receiving)
+            await self._refuse(receiving.header, NotTaken(str(error), retry=True))
+            return
+        self._admission.bytes_moved(self.learner)
+        if receiving.complete:
+            self._put_down()
+            task = asyncio.get_running_loop().create_task(self._take(receiving))
+            for holder in (self._taking, self._all_taking):
+                holder.add(task)
+                task.add_done_callback(holder.discard)
+
+    async def _take(self, receiving: Receiving) -> None:
+        header = receiving.header
+        try:
+            verdict = await self._contributions.take(self.learner, receiving)
+            reply = pb.UploadReply(
+                fragment=header.fragment, round=header.round, accepted=verdict.accepted, reason=verdict.reason
+            )
+        except NotTaken as error:
+            self._admission.refused(self.learner, header, str(error))
+            reply = _reply_to(header, error)
+        except Exception as error:  # no memory, for instance: whoever waits for a reply must get one
+            log.exception("a contribution of %s to fragment %d could not be taken", self.learner, header.fragment)
+            self._admission.refused(self.learner, header, repr(error))
+            reply = _reply_to(header, NotTaken(f"it could not be taken: {error!r}", retry=True))
+        finally:
+            self._contributions.done(self.learner, receiving)
+        await self._reply(reply)
+
+    def _put_down(self) -> None:
+        """Chunks belong to nothing from now on, until something is named."""
+        if self._state is not None:
+            self._relay.failed(self._state[0], "the peer's stream broke")
+        self._receiving = self._state = None
+
+    # ------------------------------------------------------------ optimizer state
+
+    @property
+    def _relay(self) -> StateRelay:
+        if self._state_relay is None:
+            raise WireError("optimizer state goes through the syncer itself, not through a shard")
+        return self._state_relay
+
+    def _fetch_state(self, part: int) -> None:
+        def deliver(header: pb.State, data: memoryview) -> None:
+            # If the queue is full or nobody reads it any more, the learner asks again or does without.
+            with contextlib.suppress(asyncio.QueueFull):
+                self._outbox.put_nowait((header, data))
+
+        self._relay.want(self.learner, self.session, part, deliver)
+
+    def _begin_state(self, header: pb.State) -> None:
+        self._named = True
+        try:
+            self._relay.begins(self.learner, self.session, header)
+        except WireError as error:
+            self._admission.refused(self.learner, None, str(error))
+            return
+        if header.reason:
+            self._relay.given(header, NOTHING)
+        else:
+            self._state, self._next_chunk = (header, Assembly(header.size_bytes, header.checksum)), 0
+
+    def _add_to_state(self, header: pb.State, assembly: Assembly, number: int, data: bytes | memoryview) -> None:
+        try:
+            assembly.add(number, data)
+            if not assembly.complete:
+                return
+            whole = assembly.finish()
+        except WireError as error:
+            self._relay.failed(header, str(error))
+        else:
+            self._relay.given(header, whole)
+        self._state = None
+
+    # ------------------------------------------------------------ sending
+
+    async def _refuse(self, header: pb.Upload | None, error: NotTaken) -> None:
+        self._admission.refused(self.learner, header, str(error))
+        await self._reply(_reply_to(header, error))
+
+    async def _reply(self, reply: pb.UploadReply) -> None:
+        if self._ended:
+            return
+        await self._replies.put(reply)
+        with contextlib.suppress(asyncio.QueueFull):  # then there is enough to wake the sender
+            self._outbox.put_nowait("reply")
+
+    async def send(self, write: Write) -> None:
+        """Answers in their order, replies to contributions first."""
+
+        async def send_replies() -> None:
+            while not self._replies.empty():
+                await write(Parcel(pb.BulkToLearner(reply=self._replies.get_nowait())))
+
+        while (item := await self._outbox.get()) is not None:
+            await send_replies()
+            if item == "reply":
+                continue
+            start = 0
+            if isinstance(item, pb.Fetch):
+                header, data = self._find(item)
+                message, stop = pb.BulkToLearner(fetched=header), count_chunks(len(data))
+                if not header.reason:
+                    start = item.first_chunk
+                    stop = min(stop, start + item.chunks) if item.chunks else stop
+            else:
+                message, data = pb.BulkToLearner(state=item[0]), item[1]
+                stop = count_chunks(len(data))
+            for number in range(start, max(stop, start + 1)):
+                await write(Parcel(message, chunk(data, number)))
+                self._admission.bytes_moved(self.learner)
+                message = pb.BulkToLearner()
+                await send_replies()
+        await send_replies()
+
+    def _find(self, wanted: pb.Fetch) -> tuple[pb.Fetched, memoryview]:
+        if not self._admission.may_fetch(self.learner, self.session):
+            reason = f"{self.learner[:MAX_NAME]!r} is not connected with this session"
+            return pb.Fetched(fragment=wanted.fragment, version=wanted.version, reason=reason), NOTHING
+        return self._served.find(wanted, self._admission.floor)
+
+
+def _reply_to(header: pb.Upload | None, error: NotTaken) -> pb.UploadReply:
+    fragment, number = (header.fragment, header.round) if header is not None else (0, 0)
+    return pb.UploadReply(fragment=fragment, round=number, reason=str(error), damaged=error.retry)
