@@ -96,21 +96,21 @@ def fragments_through_the_device(rounds: int) -> None:
         snapshots = []
         for index, fragment in enumerate(layout.fragments):
             values = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(round_ * 6 + index))
-            with torch.cuda.stream(replica._copies):
+            with torch.cuda.stream(replica.model_device._copies):
                 busy @ busy  # what is copied next is still to be copied when its memory could be taken again
             prepared = replica.prepare(index, values.clone(), 0)
             with replica.gate:
-                replica.before_write()
+                replica.model_device.before_write()
                 replica.adopt(index, prepared, 0, 0)
                 busy @ busy  # what follows is still to be done when the next line is reached
                 with torch.no_grad():
                     model[index].weight.mul_(0.5)
-                replica.after_write()
+                replica.model_device.after_write()
                 snapshots.append(replica.snapshot(index, round_))
-                replica.before_write()
+                replica.model_device.before_write()
                 with torch.no_grad():
                     model[index].weight.fill_(7.0)  # what the snapshot is to have read before
-                replica.after_write()
+                replica.model_device.after_write()
             del prepared
             wanted.append(values - values * 0.5)
         for snapshot, fragment in zip(snapshots, layout.fragments, strict=True):

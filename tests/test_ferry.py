@@ -27,7 +27,7 @@ from skerry.chaos.proxy import Condition, LinkProxy, LinkState
 from skerry.checksum import checksum
 from skerry.config import SyncConfig
 from skerry.errors import WireError
-from skerry.learner import replica
+from skerry.learner import device
 from skerry.learner.contribute import Contributor
 from skerry.learner.pinned import PinnedMemory
 from skerry.learner.replica import Snapshot
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory 
 
 @pytest.fixture(autouse=True)
 def as_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "SETS_ASIDE", ("cuda", "cpu"))
+    monkeypatch.setattr(device, "SETS_ASIDE", ("cuda", "cpu"))
 
 
 def sidecar_of(island: Training) -> Sidecar:
@@ -332,8 +332,8 @@ def test_a_link_that_breaks_in_the_middle_spoils_nothing(proxied: tuple[Path, Li
 ISLAND = """
 import sys, threading
 sys.path.insert(0, sys.argv[2])
-from skerry.learner import replica
-replica.SETS_ASIDE = ("cpu",)
+from skerry.learner import device
+device.SETS_ASIDE = ("cpu",)
 from test_lanes import Training
 island = Training(sys.argv[1])
 sidecar = island.learner._connection._sidecar
@@ -362,8 +362,8 @@ import atexit, sys, threading
 import torch
 sys.path.insert(0, sys.argv[2])
 import skerry
-from skerry.learner import replica
-replica.SETS_ASIDE = ("cpu",)
+from skerry.learner import device
+device.SETS_ASIDE = ("cpu",)
 from test_lanes import large_model
 model = large_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

@@ -1296,7 +1296,7 @@ def test_a_loop_waits_for_a_slow_device_where_a_snapshot_can_still_be_taken(
     def keep_up() -> None:
         waits.append((learner.step, replica.between_steps, learner._in_step))
 
-    monkeypatch.setattr(replica, "keep_up", keep_up)
+    monkeypatch.setattr(replica.model_device, "keep_up", keep_up)
     assert train(model, optimizers, batches(0, 3)) == 3
     assert waits == [(0, True, False), (1, True, False), (2, True, False)]
     optimizers[0].step()
@@ -1314,11 +1314,11 @@ def test_what_is_waited_for_is_the_end_of_a_step_and_nothing_that_came_after() -
 
     model = small_model()
     replica = Replica(model, split([spec for spec, _ in model_tensors(model)], 2), DECOUPLED)
-    replica.keep_up()  # before the first step there is nothing to wait for
-    replica._written = end = Event()
-    replica.step_done()
-    replica._written = later = Event()  # weights were changed by hand while gradients are computed
-    replica.keep_up()
+    replica.model_device.keep_up()  # before the first step there is nothing to wait for
+    replica.model_device._written = end = Event()
+    replica.model_device.step_done()
+    replica.model_device._written = later = Event()  # weights were changed by hand while gradients are computed
+    replica.model_device.keep_up()
     assert end.waited and not later.waited
 
 

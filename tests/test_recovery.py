@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 import skerry
 from skerry.config import SyncConfig
 from skerry.errors import WireError
+from skerry.learner import device as devices
 from skerry.learner import learner as learner_module
-from skerry.learner import replica as replicas
 from skerry.learner.learner import Learner, is_recent
 from skerry.learner.replica import Replica
 from skerry.learner.state import optimizer_state as module
@@ -71,8 +71,8 @@ def test_training_goes_on_with_restored_state_as_if_nothing_had_happened(
 ) -> None:
     monkeypatch.setattr(module, "STATE_PART_BYTES", part_bytes)
     if passing_bytes:
-        monkeypatch.setattr(replicas, "SETS_ASIDE", ("cuda", "cpu"))
-        monkeypatch.setattr(replicas, "PASSING_BYTES", passing_bytes)
+        monkeypatch.setattr(devices, "SETS_ASIDE", ("cuda", "cpu"))
+        monkeypatch.setattr(devices, "PASSING_BYTES", passing_bytes)
     model = small_model()
     optimizers = make(model)
     train(model, optimizers, batches(0, 5))

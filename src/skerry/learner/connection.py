@@ -198,9 +198,9 @@ class Connection:
         pause, loop = BACK_OFF_S[0], self.background.loop
         alone_since = say_at = 0.0
         while not self._dismissed and not self._closing:
-            welcomed = False
             try:
-                welcomed = await self._one_connection()
+                await self._one_connection()
+                self.last_error = "the syncer ended the stream"
             except JoinRefused as error:
                 self._fail(error)
                 return
@@ -211,13 +211,13 @@ class Connection:
                 self.last_error = str(error)  # once joined, a ConfigError is a certificate that is just being replaced
             if self._dismissed or self._closing:
                 return
+            pause = min(pause * 1.6, BACK_OFF_S[1])
             if self._lost_syncer():
-                alone_since, say_at = loop.time(), SAY_AGAIN_S[0]
+                pause, alone_since, say_at = BACK_OFF_S[0], loop.time(), SAY_AGAIN_S[0]
             if alone_since and loop.time() - alone_since >= say_at:
                 say_at = min(2 * say_at, say_at + SAY_AGAIN_S[1])
                 alone_s = loop.time() - alone_since
                 log.warning("%s is without the syncer for %.0f s (%s); training goes on", self.name, alone_s, self.last_error)
-            pause = BACK_OFF_S[0] if welcomed else min(pause * 1.6, BACK_OFF_S[1])
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
 
     @property
@@ -236,8 +236,8 @@ class Connection:
                 self.inbox.lost_at_step = session.exchange.step
         return lost
 
-    async def _one_connection(self) -> bool:
-        """Connect, and talk until the stream ends. True if the syncer welcomed this learner."""
+    async def _one_connection(self) -> None:
+        """Connect, and talk until the stream ends."""
         async with contextlib.AsyncExitStack() as opened:
             channels = [
                 await opened.enter_async_context(open_channel(self.address, self._tls)) for _ in range(1 + self._connections)
@@ -250,27 +250,17 @@ class Connection:
             stream = ControlStream(stub, self.sent, self.received)
             self.transfers.connected(stream.send)
             stream.send(pb.ToSyncer(hello=self._hello(session)))
-            beat = asyncio.get_running_loop().create_task(self._heartbeat(session, stream, routes))
+            loop = asyncio.get_running_loop()
+            reader = loop.create_task(self.inbox.listen(stream))
+            beat = loop.create_task(self._heartbeat(session, stream, routes))
             beat.add_done_callback(self._heart_stopped)
             try:
-                return await self._read(session, stream)
+                await reader
             finally:
+                reader.cancel()
                 beat.cancel()
                 await stream.close()
                 await routes.close()
-
-    async def _read(self, session: Session, stream: ControlStream) -> bool:
-        welcomed = False
-        try:
-            async for message in stream.messages():
-                welcomed = True
-                self.inbox.receive(message)
-                if session.goodbye is not None:
-                    break
-            self.last_error = "the syncer ended the stream"
-        except WireError as error:
-            self.last_error = str(error)
-        return welcomed
 
     async def _prepare_for(self, description: pb.RunDescription) -> Session:
         if self.session is not None:
@@ -294,7 +284,7 @@ class Connection:
         with self.news:
             self.session = session
             self.news.notify_all()
-        if (shared := replica.shared) is not None and not self._capped:  # under a cap there is never much to carry
+        if (shared := replica.model_device.shared) is not None and not self._capped:  # under a cap there is never much to carry
             self._sidecar = Sidecar(shared[0], shared[1], self.sent, self.received)
             self.background.spawn(self._start_sidecar(self._sidecar, session))
         return session

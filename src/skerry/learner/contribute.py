@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,21 +30,20 @@ ENCODED_AT_ONCE = 2
 class Encoded:
     """An answer, ready to be sent."""
 
-    give: Give
     data: memoryview
     checksum: int
 
 
 class Answers(NamedTuple):
-    """To the questions that can be answered at one moment."""
+    """Answers to all questions that can be answered at one moment."""
 
-    again: list[Encoded]
-    taken: list[tuple[Give, Snapshot]]
+    given: list[tuple[Give, Snapshot | Encoded]]
+    """Each with a new snapshot, or if it is sent once more, its bytes."""
     nothings: list[Question]
 
 
 class Contributor:
-    """On the event loop; background threads copy and encode."""
+    """Runs on the event loop; background threads copy and encode."""
 
     def __init__(self, session: Session, background: Background, reachability: Reachability) -> None:
         self._session, self._background, self._reachability = session, background, reachability
@@ -54,7 +52,7 @@ class Contributor:
         self._answering = False
         self._encoders = asyncio.Semaphore(ENCODED_AT_ONCE)
         self._encoding: set[int] = set()
-        """Fragments whose last answer is not encoded yet: asked again after a new welcome, they give the same one."""
+        """Fragments whose last answer is not encoded yet. Asked again after a new welcome, they give the same answer."""
         self._encoded: dict[int, Encoded] = {}
         """By fragment: the last answer, until it is delivered."""
         self._sending: set[tuple[Routes, int, int]] = set()
@@ -79,18 +77,18 @@ class Contributor:
             self._answering = False
         self._give(found)
         if any(found):
-            self._session.wake()  # something may have been asked meanwhile
+            self._session.wake()  # more questions may have come meanwhile
 
     def _wait_for_snapshots(self) -> Answers:
         session = self._session
         if not session.replica.acquire_between_steps(lambda: session.closing):
-            return Answers([], [], [])
+            return Answers([], [])
         return self._take_snapshots()
 
     def _take_snapshots(self) -> Answers:
-        """With the gate held, which is released: copies of one moment between two optimizer steps, for every question that can
-        be answered."""
-        session, found = self._session, Answers([], [], [])
+        """Snapshots for every question that can be answered, all from the same moment between two optimizer steps. The caller
+        holds the gate; it is released here."""
+        session, found = self._session, Answers([], [])
         try:
             with session.lock:
                 for answer in session.exchange.answers(self._encoding):
@@ -99,10 +97,10 @@ class Contributor:
                         continue
                     fragment = answer.question.fragment
                     if answer.again:
-                        found.again.append(dataclasses.replace(self._encoded[fragment], give=answer))
+                        found.given.append((answer, self._encoded[fragment]))
                         continue
                     snapshot = session.staged.get(fragment) if answer.staged else None
-                    found.taken.append((answer, snapshot or session.replica.snapshot(fragment, answer.at.steps)))
+                    found.given.append((answer, snapshot or session.replica.snapshot(fragment, answer.at.steps)))
                     session.exchange.given(answer)
                     self._encoding.add(fragment)
         finally:
@@ -112,72 +110,67 @@ class Contributor:
     def _give(self, found: Answers) -> None:
         for question in found.nothings:
             self.send(pb.ToSyncer(nothing=pb.NothingToGive(fragment=question.fragment, round=question.round)))
-        for encoded in found.again:
-            self._background.spawn(self._upload(encoded))
-        for give, snapshot in found.taken:
-            if self._session.replica.quick:
-                self._background.spawn(self._upload(self._encode(give, snapshot)))
-            else:
-                self._background.spawn(self._encode_and_upload(give, snapshot))
+        for give, source in found.given:
+            self._background.spawn(self._contribute(give, source))
 
-    async def _encode_and_upload(self, give: Give, snapshot: Snapshot) -> None:
-        async with self._encoders:
-            encoded = await self._background.in_thread(self._encode, give, snapshot)
-        del snapshot  # it holds a copy on the device and the version before, and sending may take long
-        if self._session.exchange.has_questions():
-            self._session.wake()
-        await self._upload(encoded)
+    async def _contribute(self, give: Give, source: Snapshot | Encoded) -> None:
+        """Encode an answer and send it until it is delivered, no longer wanted, or the connection has been replaced."""
+        session, routes, question = self._session, self._session.routes, give.question
+        assert routes is not None
+        if isinstance(source, Encoded):
+            encoded = source
+        elif session.replica.quick:
+            encoded = self._encode(give, source)
+        else:
+            async with self._encoders:
+                encoded = await self._background.in_thread(self._encode, give, source)
+            if session.exchange.has_questions():
+                session.wake()
+        del source  # a snapshot holds a copy on the device and the version before, and sending may take long
+        sending = (routes, question.fragment, question.round)
+        if sending in self._sending:
+            return  # the same question came again while this answer was being encoded
+        self._sending.add(sending)
+        header, resume = self._header(give, encoded), give.again
+        try:
+            while True:
+                shard = routes.shard_of(question.fragment)  # looked up now: it may change while the transfer runs
+                try:
+                    reply = await routes.to_send(question.fragment, encoded.data).upload(header, encoded.data, resume)
+                except WireError as error:
+                    log.debug("%s: fragment %d was not sent: %s", session.name, question.fragment, error)
+                    self._reachability.failed(shard, error)
+                else:
+                    self._reachability.went_through(shard)
+                    if not reply.accepted:
+                        log.debug("%s: fragment %d was refused: %s", session.name, question.fragment, reply.reason)
+                    if not reply.damaged:
+                        break
+                resume = True
+                await asyncio.sleep(RETRY_S)
+                if session.routes is not routes or session.closing:
+                    return  # after a new welcome the syncer asks again if it still wants the answer
+                with session.lock:
+                    wanted = session.exchange.still_wanted(question)
+                if not wanted:
+                    break
+            self._delivered(question, encoded)
+        finally:
+            self._sending.discard(sending)
 
     def _encode(self, give: Give, snapshot: Snapshot) -> Encoded:
         """On a GPU this waits until the step before the snapshot has been computed."""
         session = self._session
         data = raw_bytes(session.replica.encode(snapshot))
-        encoded = Encoded(give, data, checksum(data))
+        encoded = Encoded(data, checksum(data))
         with session.lock:
             self._encoded[give.question.fragment] = encoded
             self._encoding.discard(give.question.fragment)
             session.exchange.encoded(give)
         return encoded
 
-    async def _upload(self, encoded: Encoded) -> None:
-        """Send an answer until it is delivered, no longer wanted, or the connection is another one."""
-        session, routes, question = self._session, self._session.routes, encoded.give.question
-        assert routes is not None
-        sending = (routes, question.fragment, question.round)
-        if sending in self._sending:
-            return  # the same question came again while this answer was being encoded
-        self._sending.add(sending)
-        header, resume = self._header(encoded), encoded.give.again
-        try:
-            while not await self._try_to_send(routes, header, encoded.data, resume):
-                resume = True
-                await asyncio.sleep(RETRY_S)
-                if session.routes is not routes or session.closing:
-                    return  # after a new welcome it is asked for again, if it is still wanted
-                with session.lock:
-                    wanted = session.exchange.still_wanted(question)
-                if not wanted:
-                    break
-            self._delivered(encoded)
-        finally:
-            self._sending.discard(sending)
-
-    async def _try_to_send(self, routes: Routes, header: pb.Upload, data: memoryview, resume: bool) -> bool:
-        """Whether the syncer has said what becomes of it."""
-        name, shard = self._session.name, routes.shard_of(header.fragment)  # now: it may be another afterwards
-        try:
-            reply = await routes.to_send(header.fragment, data).upload(header, data, resume)
-        except WireError as error:
-            log.debug("%s: fragment %d was not sent: %s", name, header.fragment, error)
-            self._reachability.failed(shard, error)
-            return False
-        self._reachability.went_through(shard)
-        if not reply.accepted:
-            log.debug("%s: fragment %d was not taken: %s", name, header.fragment, reply.reason)
-        return not reply.damaged
-
-    def _header(self, encoded: Encoded) -> pb.Upload:
-        session, give, question = self._session, encoded.give, encoded.give.question
+    def _header(self, give: Give, encoded: Encoded) -> pb.Upload:
+        session, question = self._session, give.question
         with session.lock:
             journal = session.journal.upto(give.at.steps)
         return pb.Upload(
@@ -196,13 +189,11 @@ class Contributor:
             journal_json=journal,
         )
 
-    def _delivered(self, encoded: Encoded) -> None:
-        fragment = encoded.give.question.fragment
+    def _delivered(self, question: Question, encoded: Encoded) -> None:
         with self._session.lock:
-            self._session.exchange.delivered(encoded.give.question)
-            kept = self._encoded.get(fragment)
-            if kept is not None and kept.data is encoded.data:
-                del self._encoded[fragment]
+            self._session.exchange.delivered(question)
+            if self._encoded.get(question.fragment) is encoded:
+                del self._encoded[question.fragment]
 
     def forget_all(self) -> None:
         self._encoded.clear()

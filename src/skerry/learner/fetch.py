@@ -71,16 +71,13 @@ class Fetcher:
         with session.lock:
             since_step = session.exchange.uncounted_since(version).steps
 
-        def decode() -> Prepared:
-            header, data = download.finish()
-            codec, numel = self._codec(header)
-            had = values_had if header.HasField("since") else None
-            values = session.replica.decode(codec, byte_tensor(data), numel, had)
-            return session.replica.prepare(fragment, values, since_step, header.floor)
-
         self._forget(download)
+        arguments = (download, values_had, since_step)
         try:
-            prepared = decode() if session.replica.quick else await self._background.in_thread(decode)
+            if session.replica.quick:
+                prepared = self._prepare(*arguments)
+            else:
+                prepared = await self._background.in_thread(self._prepare, *arguments)
         except WireError as error:
             log.debug("%s: fragment %d did not arrive as it was sent: %s", session.name, fragment, error)
             self._fetch_again(version, routes)
@@ -90,6 +87,12 @@ class Fetcher:
                 session.prepared[fragment] = prepared
             session.lock.notify_all()
         session.wake()
+
+    def _prepare(self, download: Download, had: Tensor | None, since_step: int) -> Prepared:
+        header, data = download.finish()
+        had = had if header.HasField("since") else None
+        codec = self._codec(header)
+        return self._session.replica.receive(header.fragment, codec, byte_tensor(data), had, since_step, header.floor)
 
     def _download(self, wanted: pb.Fetch) -> Download:
         """The one in progress, if it is for the same; else a new one."""
@@ -169,14 +172,13 @@ class Fetcher:
             return held.fetched.version, session.prepared[fragment].values
         return (held.version, session.replica.held(fragment)) if held.version >= 0 else (None, None)
 
-    def _codec(self, header: pb.Fetched) -> tuple[Codec, int]:
-        """The codec of a fragment's version, and its number of elements."""
+    def _codec(self, header: pb.Fetched) -> Codec:
         layout = self._session.replica.layout
         fragment = layout.fragments[header.fragment]
         name = self._session.sync.publish if header.HasField("since") else FP32.name
         if header.codec != name:
             raise WireError(f"fragment {header.fragment} should be in {name}, {header.codec!r} declared")
-        return fragment_codec(name, layout, fragment), fragment.numel
+        return fragment_codec(name, layout, fragment)
 
     def _check_size(self, wanted: pb.Fetch, header: pb.Fetched) -> None:
         layout = self._session.replica.layout
@@ -185,7 +187,7 @@ class Fetcher:
             if header.codec != "safetensors" or header.size_bytes > limit:
                 raise WireError(f"the fixed part is declared as {header.size_bytes} bytes of {header.codec!r}")
             return
-        codec, numel = self._codec(header)
+        codec, numel = self._codec(header), layout.fragments[header.fragment].numel
         differences = 1
         if header.HasField("since"):
             differences = wanted.version - header.since

@@ -1,4 +1,4 @@
-"""What the syncer says on the control stream, as changes of the session. On the event loop."""
+"""Reads the control stream and applies each message to the session. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from skerry.errors import ConfigError, JoinRefused, WireError
 from skerry.learner.background import Background
 from skerry.learner.session import Session
 from skerry.learner.transfers import Transfers
+from skerry.learner.transport.control import ControlStream
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.channel import TLS, check_reachable
 
@@ -28,8 +29,15 @@ class Inbox:
         self.lost_at_step: int | None = None
         """Where the learner was when it lost the syncer, until it is back."""
 
+    async def listen(self, stream: ControlStream) -> None:
+        """Receive messages until the syncer says goodbye or ends the stream. Raises JoinRefused, or WireError if it breaks."""
+        async for message in stream.messages():
+            self.receive(message)
+            if self._session.goodbye is not None:
+                break
+
     def receive(self, message: pb.ToLearner) -> None:
-        """Raises JoinRefused, or WireError for what no syncer of this run would say."""
+        """Raises JoinRefused, or WireError for a message that no syncer of this run would send."""
         session, exchange, kind = self._session, self._session.exchange, message.WhichOneof("message")
         _check_fragments(message, len(exchange.held))
         if kind in ("welcome", "places"):

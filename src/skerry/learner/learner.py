@@ -213,11 +213,11 @@ class Learner:
         if self._in_step:
             raise RuntimeError("hold() is for what is done between two steps, not inside of one or after one that raised")
         self._take_gate()
-        self._replica.before_write()
+        self._replica.model_device.before_write()
         try:
             yield
         finally:
-            self._replica.after_write()
+            self._replica.model_device.after_write()
             self._open_gate()
 
     def report(self, loss: float) -> None:
@@ -288,16 +288,16 @@ class Learner:
     def _keep_up(self) -> None:
         if self._replica.is_captured():
             raise ConfigError("optimizer.step() cannot be part of a CUDA graph: Skerry would not hear of the steps it takes")
-        self._replica.keep_up()
+        self._replica.model_device.keep_up()
 
     def _begin_step(self) -> None:
         if not self._in_step:
             self._take_gate()
             self._replica.between_steps = False
-            self._replica.before_write()
+            self._replica.model_device.before_write()
 
     def _part_done(self) -> None:
-        self._replica.after_write()
+        self._replica.model_device.after_write()
         self._open_gate()
 
     def _step_done(self) -> None:
@@ -307,14 +307,14 @@ class Learner:
         self._counted = None
         if not self._in_step:
             self._take_gate()
-        self._replica.after_write()
+        self._replica.model_device.after_write()
         self._replica.between_steps = True
         with session.lock:
             samples = session.leases.step_done()
             for fragment in exchange.stepped(tokens, samples):
                 session.staged[fragment] = self._replica.snapshot(fragment, exchange.totals.steps)
             session.adopt_ready()
-            self._replica.step_done()
+            self._replica.model_device.step_done()
             steps, self._run_tokens = exchange.totals.steps, session.run_tokens
             session.journal.trained_on(steps, session.leases.last_step)
             session.journal.began_step(steps + 1, self._run_tokens)

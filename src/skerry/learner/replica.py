@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from skerry.config import SyncConfig
 from skerry.core.exchange import KEPT_GIVES
 from skerry.errors import ConfigError
-from skerry.learner.pinned import PinnedMemory
+from skerry.learner.device import ModelDevice
 from skerry.tensors.codecs.codec import Codec, is_quick, raw_bytes
 from skerry.tensors.codecs.feedback import Feedback
 from skerry.tensors.codecs.per_tensor import fragment_codec
-from skerry.tensors.fragments import SET_ASIDE_SHARE, Fragment, Layout
+from skerry.tensors.fragments import Fragment, Layout
 from skerry.tensors.memory import empty_like
 from skerry.tensors.model import model_tensors, slots_of
 
@@ -32,10 +32,6 @@ log = logging.getLogger("skerry.learner")
 
 OPEN_ANSWERS = 2
 """Of one fragment: its rounds follow each other, so only answers to the same question can both be open."""
-SETS_ASIDE = ("cuda",)
-"""Devices beside which memory for the exchange is set aside when an island joins."""
-PASSING_BYTES = 128 << 20
-"""Of the optimizer's state, copied at a time beside a GPU."""
 GATE_S = 0.2
 HALF_STEP_S, RETRY_GATE_S = 1.0, 0.001
 
@@ -67,20 +63,6 @@ class Prepared:
     """For `carry`: what `change` was computed against."""
     floor: int = 0
     """Versions before this one were taken back."""
-
-
-@dataclass(frozen=True)
-class _Pinned:
-    """Memory beside a GPU."""
-
-    versions: PinnedMemory
-    """For those held and those that are to be adopted."""
-    outgoing: PinnedMemory
-    """For contributions, encoded."""
-    incoming: PinnedMemory
-    """For differences between versions, encoded."""
-    passing: PinnedMemory
-    """For the optimizer's state, on its way to ordinary memory."""
 
 
 class Replica:
@@ -123,33 +105,10 @@ class Replica:
             names = ", ".join(sorted(map(str, devices)))
             raise ConfigError(f"all trained tensors of an island must be on one CPU or CUDA device, got {names}")
         self.device = next(iter(devices))
-        self._cuda = self.device.type == "cuda"
+        self.model_device = ModelDevice(self.device, layout, self._codecs, self._published)
         largest = max(fragment.numel for fragment in layout.fragments)
-        self.quick = not self._cuda and is_quick(sync.send, largest) and is_quick(sync.publish, largest)
-        """To copy and encode a fragment takes less time than to have another thread do it."""
-        self._stream: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._copies: Any = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._written: Any = None
-        self._step_end: Any = None
-        self._being_read: list[Any] = []
-        self._passing = threading.Lock()
-        self._pinned: _Pinned | None = None
-        if self.device.type in SETS_ASIDE:
-            count, numel = len(layout.fragments), max(fragment.numel for fragment in layout.fragments)
-            spare = max(2, count // SET_ASIDE_SHARE)
-            streams = [self._stream, self._copies] if self._cuda else []
-            sent, published = _most_bytes(self._codecs, layout), _most_bytes(self._published, layout)
-            self._pinned = _Pinned(
-                PinnedMemory(numel * torch.float32.itemsize, count + spare, self.device, streams),
-                PinnedMemory(sent, spare, self.device, streams, shared=True),
-                PinnedMemory(published, spare, self.device, streams[1:], shared=True),
-                PinnedMemory(PASSING_BYTES, 1, self.device, streams[:1]),
-            )
-
-            with self._on_side():
-                # What is compiled when it is first used is compiled now: later it would hold up the first of all fragments.
-                for codec, fragment in zip(self._codecs, layout.fragments, strict=True):
-                    codec.encode(torch.zeros(fragment.numel, dtype=torch.float32, device=self.device))
+        self.quick = not self.model_device.cuda and is_quick(sync.send, largest) and is_quick(sync.publish, largest)
+        """Copying and encoding a fragment takes less time than handing it to another thread."""
 
     def strangers_among(self, parameters: Sequence[Tensor]) -> int:
         """How many are none of the model's."""
@@ -158,32 +117,9 @@ class Replica:
 
     def is_captured(self) -> bool:
         """Whether kernels that are started now become part of a CUDA graph."""
-        return self._cuda and torch.cuda.is_current_stream_capturing()
+        return self.model_device.cuda and torch.cuda.is_current_stream_capturing()
 
     # ------------------------------------------------------------ the training thread
-
-    def before_write(self) -> None:
-        """Call before parameters are written, holding the gate: kernels that still read them go first."""
-        if self._cuda:
-            current = torch.cuda.current_stream(self.device)
-            for event in self._being_read:
-                current.wait_event(event)
-            self._being_read.clear()
-
-    def after_write(self) -> None:
-        """Call after parameters were written, holding the gate."""
-        if self._cuda:
-            self._written = _recorded(torch.cuda.current_stream(self.device))
-
-    def step_done(self) -> None:
-        """Call after a step, when what can be adopted is in the model."""
-        self._step_end = self._written
-
-    def keep_up(self) -> None:
-        """Call before each step, without the gate: waits for the GPU to finish the one before. It has the gradients of this one
-        to compute meanwhile. Where a loop runs ahead by more, what is sent and what is adopted would be late by as much."""
-        if self._step_end is not None:
-            self._step_end.synchronize()
 
     def adopt(self, index: int, prepared: Prepared, since_step: int, counted: int) -> bool:
         """Put a version into the model, holding the gate. It contains this learner's progress up to `counted`; for `carry`,
@@ -196,25 +132,22 @@ class Replica:
         if whole:
             self._given[index] = {}
             if self._sync.adopt != "overwrite":
-                change, event = self._to_device(prepared.values)
+                change, event = self.model_device.fetch(prepared.values)
         elif self._sync.adopt == "carry":
             since = self._since(index, since_step)
             if since[0] is not prepared.since:
                 # Another version was adopted after this one was prepared.
                 change, event = self._difference(index, prepared.values, *since)
         with torch.no_grad():
-            if self._cuda:
-                current = torch.cuda.current_stream(self.device)
-                current.wait_event(event)
-                change.record_stream(current)
+            self.model_device.use(change, event)
             self._write(self.layout.fragments[index], change, "overwrite" if whole else self._sync.adopt)
         if self._sync.adopt == "carry":
             # What was given but is not part of this version moves along with the parameters.
-            with self._on_side():
+            with self.model_device.on_side():
                 self._given[index] = {at: given + change for at, given in self._given[index].items() if at > since_step}
         feedback = self._feedback[index]
         if feedback is not None:
-            with self._on_side(), self._feedback_lock:
+            with self.model_device.on_side(), self._feedback_lock:
                 if prepared.floor > self._floors[index]:
                     feedback.undo()
                 feedback.merged(counted)
@@ -247,26 +180,12 @@ class Replica:
         return (self._held[index], True) if given is None else (given, False)
 
     def _difference(self, index: int, values: Tensor, since: Tensor | None, is_version: bool) -> tuple[Tensor, Any]:
-        with self._on_side():
+        with self.model_device.on_side():
             if since is None:
                 before = torch.cat(self._read(self.layout.fragments[index]))
             else:
                 before = self._as_model(index, since) if is_version else since
-            return values.to(self.device, non_blocking=True) - before, self._recorded()
-
-    def _to_device(self, flat: Tensor) -> tuple[Tensor, Any]:
-        if not self._cuda:
-            return flat, None
-        with torch.cuda.stream(self._copies):  # not behind something that is being encoded
-            return flat.to(self.device, non_blocking=True), _recorded(self._copies)
-
-    def _on_side(self) -> contextlib.AbstractContextManager[Any]:
-        """Work inside is done beside that of the training thread, on a GPU."""
-        return torch.cuda.stream(self._stream) if self._cuda else contextlib.nullcontext()
-
-    def _recorded(self) -> Any:
-        """On a GPU: what the other stream has been given so far."""
-        return _recorded(self._stream) if self._cuda else None
+            return values.to(self.device, non_blocking=True) - before, self.model_device.recorded()
 
     def start_over(self) -> None:
         """What was learnt since the versions held does not count, and must not stay in the model."""
@@ -302,7 +221,7 @@ class Replica:
     def release(self) -> None:
         """Nothing will be exchanged any more: memory that was set aside for it can go."""
         self._held = [None] * len(self._held)
-        self._pinned = None
+        self.model_device.release()
 
     # ------------------------------------------------------------ any thread
 
@@ -331,19 +250,17 @@ class Replica:
         """Copy a fragment as it is now, holding the gate."""
         held, feedback = self._held[index], self._feedback[index]
         assert held is not None, "a snapshot before the first adoption"
-        with self._on_side():
-            if self._written is not None:
-                self._stream.wait_event(self._written)
+        with self.model_device.on_side():
+            self.model_device.after_writes()
             parts = self._read(self.layout.fragments[index])
-            values = torch.cat(parts) if self._cuda else torch.cat(parts, out=empty_like(held))
-            if self._cuda:
-                self._being_read.append(self._recorded())
+            values = torch.cat(parts) if self.model_device.cuda else torch.cat(parts, out=empty_like(held))
+            self.model_device.reads()
         if self._sync.adopt == "carry":
             kept = {**self._given[index], at_step: values}
             self._given[index] = dict(list(kept.items())[-KEPT_GIVES:])
 
         def progress() -> Tensor:
-            with self._on_side():
+            with self.model_device.on_side():
                 return torch.sub(self._as_model(index, held), values, out=empty_like(values))
 
         return self._alter(Snapshot(index, at_step, feedback.missing if feedback is not None else None, progress))
@@ -352,33 +269,25 @@ class Replica:
         """The bytes of a contribution, on the host. On a GPU it is encoded there, so that only they cross over."""
         codec, feedback = self._codecs[snapshot.fragment], self._feedback[snapshot.fragment]
         progress = snapshot.progress()
-        with self._on_side():
+        with self.model_device.on_side():
             data = codec.encode(progress if snapshot.missing is None else progress + snapshot.missing)
             if feedback is not None:
                 sent = codec.decode(data, progress.numel())
                 with self._feedback_lock:
                     feedback.sent(snapshot.at_step, progress, sent)
-            pinned = self._pinned
+            pinned = self.model_device.pinned
             if pinned is None:
                 return data.cpu()
             arrived = pinned.outgoing.take(data.numel(), torch.uint8)
             arrived.copy_(data, non_blocking=True)
-            event = self._recorded()
+            event = self.model_device.recorded()
         if event is not None:
             event.synchronize()
         return arrived
 
-    @property
-    def shared(self) -> tuple[PinnedMemory, PinnedMemory] | None:
-        """Memory for what is sent and what is received that another process can have as well."""
-        pinned = self._pinned
-        if pinned is None or min(pinned.outgoing.descriptor, pinned.incoming.descriptor) < 0:
-            return None
-        return pinned.outgoing, pinned.incoming
-
     def room(self, index: int) -> memoryview | None:
         """For a difference between two versions that is to be received, where memory is set aside for that."""
-        pinned = self._pinned
+        pinned = self.model_device.pinned
         if pinned is None:
             return None
         codec, numel = self._published[index], self.layout.fragments[index].numel
@@ -398,102 +307,44 @@ class Replica:
         parts = torch.split(values, [piece.numel for piece in pieces])
         return torch.cat([part.to(dtype).float() for part, dtype in zip(parts, types, strict=True)])
 
-    def copy_out(self, find: Callable[[], list[Tensor]], at_last: Callable[[], None]) -> list[Tensor]:
-        """Copies of tensors that only the optimizer writes, on the host, taken between steps. `find` is called with the gate
-        held, and so is `at_last`, when the last of them is taken. On a CPU all are of one moment. On a GPU, where training goes
-        on meanwhile, they are as many steps apart as it takes to get them through the memory that is set aside for it."""
-        if self._pinned is None:
-            with self.held_between_steps():
-                copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in find()]
-                at_last()
-            return copies
-        pinned = self._pinned
-        tensors: list[Tensor] | None = None
-        whole: list[Tensor] = []
-        at = start = 0  # which tensor is next, and which of its bytes
+    def receive(self, index: int, codec: Codec, data: Tensor, had: Tensor | None, since_step: int, floor: int = 0) -> Prepared:
+        """Decode a version and prepare it. `data` holds all of its values, or if `had` is given, the differences from that
+        version, perhaps in several steps."""
+        return self.prepare(index, self._decode(index, codec, data, had), since_step, floor)
 
-        def pass_some() -> None:
-            nonlocal tensors, whole, at, start
-            free = pinned.passing.take(PASSING_BYTES, torch.uint8)
-            passing: list[tuple[Tensor, Tensor]] = []
-            with self.held_between_steps(), self._on_side():
-                if tensors is None:
-                    tensors = find()
-                    whole = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-                if self._written is not None:
-                    self._stream.wait_event(self._written)
-                while at < len(tensors) and free.numel():
-                    source = _as_bytes(tensors[at].detach().contiguous())[start:][: free.numel()]
-                    target = _as_bytes(whole[at])[start:][: free.numel()]
-                    here, free = free[: source.numel()], free[source.numel() :]
-                    here.copy_(source, non_blocking=True)
-                    passing.append((target, here))
-                    start += source.numel()
-                    if start == _as_bytes(whole[at]).numel():
-                        at, start = at + 1, 0
-                event = self._recorded()
-                if event is not None:
-                    self._being_read.append(event)
-                if at == len(tensors):
-                    at_last()
-            if event is not None:
+    def prepare(self, index: int, values: Tensor, since_step: int, floor: int = 0) -> Prepared:
+        """Make a version ready for adoption, off the training thread."""
+        event: Any = None
+        device, pinned, change = self.model_device, self.model_device.pinned, values
+        if pinned is not None:
+            values = pinned.versions.take(values.numel(), torch.float32)
+            if change.is_cuda:
+                with device.on_copies():
+                    values.copy_(change, non_blocking=True)
+                    event = device.recorded()
                 event.synchronize()
-            for target, here in passing:
-                target.copy_(here)
+            else:
+                change, event = device.fetch(values.copy_(change))
+        if self._sync.adopt != "carry":
+            return Prepared(values, change, event, None, floor)
+        since, is_version = self._since(index, since_step)
+        return Prepared(values, *self._difference(index, values, since, is_version), since, floor)
 
-        while tensors is None or at < len(tensors):
-            with self._passing:  # others may want something in between
-                pass_some()
-        return whole
-
-    def decode(self, codec: Codec, received: Tensor, numel: int, had: Tensor | None) -> Tensor:
-        """A version from what was received: all of its values, or how it differs from the version `had`, perhaps in several
-        steps. Differences beside a GPU are added up there."""
+    def _decode(self, index: int, codec: Codec, data: Tensor, had: Tensor | None) -> Tensor:
+        """Differences are added up on the model's device."""
+        numel, device, pinned = self.layout.fragments[index].numel, self.model_device, self.model_device.pinned
         if had is None:
-            return codec.decode(received, numel)
-        differences = torch.split(received, codec.size_bytes(numel))
-        pinned = self._pinned
-        if not self._cuda or pinned is None:
+            return codec.decode(data, numel)
+        differences = torch.split(data, codec.size_bytes(numel))
+        if not device.cuda or pinned is None:
             values = torch.add(had, codec.decode(differences[0], numel), out=empty_like(had))
             for difference in differences[1:]:
                 values.add_(codec.decode(difference, numel))
             return values
-        with torch.cuda.stream(self._copies):
+        with device.on_copies():
             values = had.to(self.device, non_blocking=True)
             for difference in differences:
                 if pinned.incoming.offset_of(raw_bytes(difference)) is None:
                     difference = pinned.incoming.take(difference.numel(), torch.uint8).copy_(difference)
                 values.add_(codec.decode(difference.to(self.device, non_blocking=True), numel))
             return values
-
-    def prepare(self, index: int, values: Tensor, since_step: int, floor: int = 0) -> Prepared:
-        """Make a version ready for adoption, off the training thread."""
-        pinned, change, event = self._pinned, values, None
-        if pinned is not None:
-            values = pinned.versions.take(values.numel(), torch.float32)
-            if change.is_cuda:
-                with torch.cuda.stream(self._copies):
-                    values.copy_(change, non_blocking=True)
-                    event = _recorded(self._copies)
-                event.synchronize()
-            else:
-                change, event = self._to_device(values.copy_(change))
-        if self._sync.adopt != "carry":
-            return Prepared(values, change, event, None, floor)
-        since, is_version = self._since(index, since_step)
-        return Prepared(values, *self._difference(index, values, since, is_version), since, floor)
-
-
-def _most_bytes(codecs: Sequence[Codec], layout: Layout) -> int:
-    """Of any fragment, encoded."""
-    return max(codec.size_bytes(fragment.numel) for codec, fragment in zip(codecs, layout.fragments, strict=True))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _recorded(stream: Any) -> Any:
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event

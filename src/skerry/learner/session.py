@@ -91,7 +91,7 @@ class Session:
             if prepared is None:
                 continue
             if not adopted:
-                replica.before_write()
+                replica.model_device.before_write()
             try:
                 whole = replica.adopt(version.fragment, prepared, exchange.uncounted_since(version).steps, version.counted)
             except ConfigError as error:
@@ -102,7 +102,7 @@ class Session:
             self.staged.pop(version.fragment, None)  # it holds the version before and a copy on the device
             adopted = True
         if adopted:
-            replica.after_write()
+            replica.model_device.after_write()
             self.wake()
 
     def release(self) -> None:

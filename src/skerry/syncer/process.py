@@ -38,7 +38,7 @@ async def run_syncer(
     except BaseException:
         await syncer.close()
         raise
-    syncer.dispatch(m.Tick())  # a run restored while it closes may have nobody left to wait for
+    syncer.decisions.dispatch(m.Tick())  # a run restored while it closes may have nobody left to wait for
     pulse = asyncio.create_task(syncer.pulse())
     ended = asyncio.create_task(syncer.ended.wait())
     stopped = asyncio.create_task((stop or asyncio.Event()).wait())

@@ -64,27 +64,27 @@ class SyncerServer:
         self.ended = asyncio.Event()
         self._log = MetricsLog(store.folder, self.clock)
         self._tape = Tape(store, self.core.standing)
-        self._decisions = Decisions(self.core, self.clock, self._tape, self._log)
-        self._decisions.perform = self._perform_all
+        self.decisions = Decisions(self.core, self.clock, self._tape, self._log)
+        self.decisions.perform = self._perform
         self._roster = Roster()
-        journals = Journals(self._decisions)
-        admission = LocalAdmission(self._decisions, self._roster, journals)
-        self._relay = StateRelay(self.layout, self._decisions, self._roster, journals)
+        journals = Journals(self.decisions)
+        admission = LocalAdmission(self.decisions, self._roster, journals)
+        self._relay = StateRelay(self.layout, self.decisions, self._roster, journals)
         served = ServedFragments(self.layout, self.sync)
         served.serve_fixed(store.fixed_bytes())
         contributions = Contributions(self.layout, self.sync, served, admission)
         self._bulk = BulkService(served, contributions, admission, self._relay)
         self._plane = LocalPlane(self.layout, self.sync.merge == "radial", served, contributions, store.write)
-        self._rescue = Rescue(store, self._decisions, self._relay, self._serve_rescued)
-        self._shards = Shards(shards, store, admission, self._decisions, self._roster, self._rescue) if shards else None
+        self._rescue = Rescue(store, self.decisions, self._relay, self._serve_rescued)
+        self._shards = Shards(shards, store, admission, self.decisions, self._roster, self._rescue) if shards else None
         lost = tuple(store.fallbacks)
         if self._shards is None:
             for fragment in set(range(count)) - set(lost):
                 self._plane.serve(fragment, progress[fragment].version, store.load_state(fragment))
         self._merger = Merger(store, self._shards or self._plane, self._tape)
         self._snapshots = Snapshots(store, self.core, self._tape, self._relay)
-        self._control = ControlService(store.identity, self._roster, self._decisions, self._rescue.joined)
-        operator = OperatorService(store.identity, self._decisions, self.take_snapshot)
+        self._control = ControlService(store.identity, self._roster, self.decisions, self._rescue.joined)
+        operator = OperatorService(store.identity, self.decisions, self.take_snapshot)
         self.describe, self.close_run, self.tell = operator.describe, operator.close_run, operator.tell
         self.snapshot, self.control = operator.snapshot, self._control.serve
         self.bulk, self.probe = self._bulk.serve, Probes().serve
@@ -100,11 +100,11 @@ class SyncerServer:
         self._telling_leases = False
         self._flushing = False
         self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
-        self._decisions.record(records.SyncerStarted(self.core.step, self.core.phase))
+        self.decisions.record(records.SyncerStarted(self.core.step, self.core.phase))
         for line in store.said:
-            self._decisions.record(records.Repaired(line))
+            self.decisions.record(records.Repaired(line))
         if self._shards is not None or lost:
-            self.dispatch(m.FragmentsAway(tuple(range(count)) if self._shards is not None else lost))
+            self.decisions.dispatch(m.FragmentsAway(tuple(range(count)) if self._shards is not None else lost))
         if lost:
             self._begin(self._rescue.run())
         if self.core.phase == "ended":
@@ -123,58 +123,61 @@ class SyncerServer:
     def _serve_rescued(self, fragment: int) -> None:
         if self._shards is None:
             self._plane.serve(fragment, self.core.fragments[fragment].version, self.store.load_state(fragment))
-            self.dispatch(m.FragmentsBack((fragment,)))
+            self.decisions.dispatch(m.FragmentsBack((fragment,)))
 
     @property
     def failed(self) -> asyncio.Future[None]:
-        return self._decisions.failed
-
-    def dispatch(self, event: m.Event) -> None:
-        self._decisions.dispatch(event)
+        return self.decisions.failed
 
     # ------------------------------------------------------------ what the core decided
 
-    def _perform_all(self, actions: list[m.Action]) -> None:
-        if any(isinstance(action, m.StopTraining) for action in actions) and not self._end_is_written and self._held is None:
+    def _perform(self, actions: list[m.Action]) -> None:
+        for action in self._may_be_told(actions):
+            if isinstance(action, m.Welcome):
+                self._dismissed.discard(action.learner)
+            for learner, message in messages_of(action, self.store.identity.run_id, self.core):
+                if isinstance(action, m.Welcome) and self._shards is not None:
+                    message.welcome.places.CopyFrom(self._shards.places)
+                self._roster.send(learner, message)
+            if isinstance(action, TapeRecord):
+                self.decisions.record(action)
+            elif isinstance(action, m.Lease):
+                self._leases.append(action)
+                if not self._telling_leases:
+                    self._telling_leases = True
+                    self._begin(self._tell_leases())
+            elif isinstance(action, m.Merge):
+                self._begin(self._merge(action))
+            elif isinstance(action, m.Restore):
+                self._begin(self._restore(action))
+            elif isinstance(action, m.KeepGood):
+                self._begin(self._keep_good(action.step))
+            elif isinstance(action, m.Goodbye):
+                if action.final:
+                    self._dismissed = {name for name in self._dismissed if name in self.core.learners} | {action.learner}
+                self._roster.end(action.learner)
+            elif isinstance(action, m.WakeAt):
+                self._wake_at(action.at)
+            elif isinstance(action, m.RunEnded):
+                self._write_summary()
+                self.ended.set()
+
+    def _may_be_told(self, actions: list[m.Action]) -> list[m.Action]:
+        """Actions to perform now. Those that tell learners about the end of the run wait until the end is written."""
+        if self._end_is_written:
+            return actions
+        if self._held is None and any(isinstance(action, m.StopTraining) for action in actions):
             self._held = {}
             self._begin(self._write_the_end())
+        now = []
         for action in actions:
             told = _tells_the_end(action)
             if self._held is None or told is None:
-                self._perform(action)
+                now.append(action)
             else:
                 self._held.pop(told, None)
                 self._held[told] = action
-
-    def _perform(self, action: m.Action) -> None:
-        if isinstance(action, m.Welcome):
-            self._dismissed.discard(action.learner)
-        for learner, message in messages_of(action, self.store.identity.run_id, self.core):
-            if isinstance(action, m.Welcome) and self._shards is not None:
-                message.welcome.places.CopyFrom(self._shards.places)
-            self._roster.send(learner, message)
-        if isinstance(action, TapeRecord):
-            self._decisions.record(action)
-        elif isinstance(action, m.Lease):
-            self._leases.append(action)
-            if not self._telling_leases:
-                self._telling_leases = True
-                self._begin(self._tell_leases())
-        elif isinstance(action, m.Merge):
-            self._begin(self._merge(action))
-        elif isinstance(action, m.Restore):
-            self._begin(self._restore(action))
-        elif isinstance(action, m.KeepGood):
-            self._begin(self._keep_good(action.step))
-        elif isinstance(action, m.Goodbye):
-            if action.final:
-                self._dismissed = {name for name in self._dismissed if name in self.core.learners} | {action.learner}
-            self._roster.end(action.learner)
-        elif isinstance(action, m.WakeAt):
-            self._wake_at(action.at)
-        elif isinstance(action, m.RunEnded):
-            self._write_summary()
-            self.ended.set()
+        return now
 
     async def _write_the_end(self) -> None:
         """Learners are told that the run closes once that is written: they stop for good, and a restarted syncer must know why.
@@ -184,9 +187,7 @@ class SyncerServer:
                 return
             await asyncio.sleep(RETRY_FLUSH_S)
         held, self._held, self._end_is_written = self._held or {}, None, True
-        for action in held.values():
-            if not isinstance(action, m.Ask) or self.core.is_asked(action):
-                self._perform(action)
+        self._perform([action for action in held.values() if not isinstance(action, m.Ask) or self.core.is_asked(action)])
 
     async def _tell_leases(self) -> None:
         """A lease is told once it is written, or a restarted syncer could give the same samples to another learner."""
@@ -205,7 +206,7 @@ class SyncerServer:
         started = self.clock.now()
         async with self._occupied(order.fragment):
             outcome = await self._merger.merge(order)
-            self.dispatch(outcome)
+            self.decisions.dispatch(outcome)
         if isinstance(outcome, m.Stored):
             self._log.merged(order, self.clock.now() - started)
 
@@ -213,20 +214,20 @@ class SyncerServer:
         async with self._occupied(order.fragment):
             outcome = await self._merger.restore(order)
             if isinstance(outcome, m.Stored):
-                self._decisions.record(records.Restored(order.fragment, order.version, order.good_step))
-            self.dispatch(outcome)
+                self.decisions.record(records.Restored(order.fragment, order.version, order.good_step))
+            self.decisions.dispatch(outcome)
 
     def _occupied(self, fragment: int) -> contextlib.AbstractAsyncContextManager[None]:
         return self._shards.occupied(fragment) if self._shards is not None else contextlib.nullcontext()
 
     async def _keep_good(self, step: int) -> None:
-        self.dispatch(await self._merger.keep_good(step))
+        self.decisions.dispatch(await self._merger.keep_good(step))
 
     def _wake_at(self, at: float) -> None:
         if self._wake is not None:
             self._wake.cancel()
         delay = max(0.0, at - self.clock.now())
-        self._wake = asyncio.get_running_loop().call_later(delay, self.dispatch, m.Tick())
+        self._wake = asyncio.get_running_loop().call_later(delay, self.decisions.dispatch, m.Tick())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -236,7 +237,7 @@ class SyncerServer:
     def _work_done(self, task: asyncio.Task[None]) -> None:
         self._working.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._decisions.defect(error)
+            self.decisions.defect(error)
 
     @property
     def missed_the_end(self) -> bool:
@@ -263,12 +264,12 @@ class SyncerServer:
         try:
             facts = await self._snapshots.take()
         except SkerryError as error:
-            self._decisions.record(records.SnapshotFailed(str(error)))
+            self.decisions.record(records.SnapshotFailed(str(error)))
             if done is not None and not done.done():
                 done.set_exception(error)
         else:
             about = (facts["number"], facts["step"], facts["tokens"], tuple(facts["islands"].items()))
-            self._decisions.record(records.SnapshotTaken(*about, round(self.clock.now() - started, 3)))
+            self.decisions.record(records.SnapshotTaken(*about, round(self.clock.now() - started, 3)))
             if done is not None and not done.done():
                 done.set_result(facts)
         self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s

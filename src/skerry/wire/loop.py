@@ -45,14 +45,10 @@ def shared_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None or _loop[0] != os.getpid():  # a forked process has none of our threads
             loop = asyncio.SelectorEventLoop(CalmSelector())
-            threading.Thread(target=_run, args=(loop,), name="skerry-loop", daemon=True).start()
+            loop.call_soon(asyncio.set_event_loop, loop)
+            threading.Thread(target=loop.run_forever, name="skerry-loop", daemon=True).start()
             _loop = (os.getpid(), loop)
         return _loop[1]
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
 
 
 def run_here(work: Coroutine[Any, Any, T]) -> T:

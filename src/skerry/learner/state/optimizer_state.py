@@ -123,7 +123,7 @@ class OptimizerState:
             steps = self._steps()
             metadata["journal"] = journal()
 
-        copies = self._replica.copy_out(find, at_last)
+        copies = self._replica.model_device.copy_out(find, at_last, self._replica.held_between_steps)
         if not tensors and not numbers:
             raise CannotKeep("the optimizer has no state yet")
         metadata.update(numbers=json.dumps(numbers), steps=str(steps))

@@ -18,7 +18,9 @@ from skerry.wire.framing import CHUNK_BYTES, Assembly, Parcel, Run, chunk, count
 from skerry.wire.service import SyncerStub
 
 MOST_CHUNKS = 4
-"""In one run."""
+"""The most chunks in one run."""
+ASKED_AHEAD = 4
+"""Runs requested on one stream before the first of them has arrived: a long link holds many bytes in flight."""
 FORGOTTEN_S = 120.0
 """How long nothing may move on a stream whose only business is a pending reply."""
 
@@ -157,29 +159,35 @@ class ClientStream:
 
     # ------------------------------------------------------------ sending
 
-    async def send_run(self, header: pb.Upload, data: memoryview, run: Run, answered: Callable[[], bool]) -> None:
-        """One run of a contribution. The syncer may answer before it has everything, if it does not want it."""
-        key = (header.fragment, header.round)
-        message = pb.BulkToSyncer(upload=header)
-        message.upload.first_chunk = run[0]
-        self.queued_bytes += run[1] * CHUNK_BYTES
-        since = asyncio.get_running_loop().time()
-        try:
-            async with self._sending:
-                call = await self._open()
-                self._carried.add(key)
-                for number in range(run[0], run[0] + run[1]):
-                    part = chunk(data, number)
-                    await self._owner.sent.allow(len(part), self._owner.is_closed)
-                    if answered():
-                        return
-                    if number == run[0]:
-                        self._owner.queued(asyncio.get_running_loop().time() - since)
-                    await self._write(call, Parcel(message, part))
-                    self._owner.sent.moved(len(part), "contributions")
-                    message = pb.BulkToSyncer()
-        finally:
-            self.queued_bytes -= run[1] * CHUNK_BYTES
+    async def send_runs(
+        self, header: pb.Upload, data: memoryview, waiting: deque[Run], answer: asyncio.Future[pb.UploadReply]
+    ) -> None:
+        """Send runs of a contribution until none waits. Several streams share `waiting`; each takes the next run when it is
+        free. The syncer may answer before it has everything, if it does not want the contribution."""
+        while waiting and not answer.done():
+            first, count = waiting.popleft()
+            message = pb.BulkToSyncer(upload=header)
+            message.upload.first_chunk = first
+            if first:
+                message.upload.ClearField("journal_json")  # it travels with the first chunk
+            self.queued_bytes += count * CHUNK_BYTES
+            since = asyncio.get_running_loop().time()
+            try:
+                async with self._sending:
+                    call = await self._open()
+                    self._carried.add((header.fragment, header.round))
+                    for number in range(first, first + count):
+                        part = chunk(data, number)
+                        await self._owner.sent.allow(len(part), self._owner.is_closed)
+                        if answer.done():
+                            return
+                        if number == first:
+                            self._owner.queued(asyncio.get_running_loop().time() - since)
+                        await self._write(call, Parcel(message, part))
+                        self._owner.sent.moved(len(part), "contributions")
+                        message = pb.BulkToSyncer()
+            finally:
+                self.queued_bytes -= count * CHUNK_BYTES
 
     async def ask_missing(self, header: pb.Upload) -> None:
         message = pb.BulkToSyncer(upload=header)
@@ -238,6 +246,18 @@ class ClientStream:
             raise
         return asked.done
 
+    async def fetch_runs(self, download: Download, waiting: deque[Run]) -> None:
+        """Ask for runs of a version until none waits, a few ahead of what has arrived. Several streams share `waiting`."""
+        in_flight: deque[asyncio.Future[None]] = deque()
+        try:
+            while waiting or in_flight:
+                while waiting and len(in_flight) < ASKED_AHEAD:
+                    in_flight.append(await self.ask(download, waiting.popleft()))
+                await in_flight.popleft()
+        finally:
+            for future in in_flight:
+                forget(future)
+
     async def fetch_state(self, part: int, limit_bytes: int) -> tuple[pb.State, memoryview]:
         """One part of a peer's optimizer state, with its header. One at a time."""
         assert self._state is None, "optimizer state is fetched one part after the other"
@@ -291,6 +311,7 @@ class ClientStream:
                 with wire_errors():
                     call = self._call = self._stub.bulk()
                     self._reader = asyncio.get_running_loop().create_task(self._read(call))
+                    self._reader.add_done_callback(lambda task: self._ended(call, task))
                     # The first message of a call that is cancelled before it is connected would wait for ever.
                     hello = asyncio.ensure_future(call.write(Parcel(pb.BulkToSyncer(hello=self._hello))))
                     try:
@@ -306,58 +327,56 @@ class ClientStream:
     # ------------------------------------------------------------ reading
 
     async def _read(self, call: Any) -> None:
-        ended = WireError("the syncer ended the bulk stream")
-        try:
-            while (parcel := await read(call)) is not grpc.aio.EOF:
-                self._received(parcel.message, parcel.chunk)
-        except WireError as error:
-            ended = error
-        finally:
-            call.cancel()
-            self._call = None
-            self.broken = True
-            waiting = [*self._asked, *([self._arriving] if self._arriving else []), *([self._state] if self._state else [])]
-            carried = set(self._carried)
-            self._asked.clear()
-            self._carried.clear()
-            self._arriving = None
-            for asked in waiting:
-                asked.fail(ended)
-            for key in carried:
-                self._owner.lost(key, ended)
+        while (parcel := await read(call)) is not grpc.aio.EOF:
+            message, data = parcel.message, parcel.chunk
+            self._moved()
+            self.broken = False
+            kind = message.WhichOneof("message")
+            if kind == "reply":
+                self._owner.replied(message.reply)
+                continue
+            if kind == "fetched":
+                self._run_begins(message.fetched)
+            elif kind == "state":
+                self._state_begins(message.state)
+            asked = self._arriving
+            self._owner.received.moved(len(data), "state" if asked is not None and asked.download is None else "versions")
+            if asked is None or not asked.paid:
+                self._owner.received.charge(len(data))
+            if asked is None:
+                continue  # the rest of a transfer that has failed
+            assert asked.assembly is not None
+            if not len(data) and asked.assembly.size_bytes:
+                continue  # a header alone
+            try:
+                asked.assembly.add(asked.next_chunk, data)
+            except WireError as error:
+                self._arriving = None
+                asked.fail(error)
+                continue
+            asked.next_chunk += 1
+            if asked.next_chunk >= min(asked.first + asked.count, asked.assembly.chunks):
+                self._arriving = None
+                if not asked.done.done():
+                    asked.done.set_result(None)
+        raise WireError("the syncer ended the bulk stream")
 
-    def _received(self, message: pb.BulkToLearner, data: bytes | memoryview) -> None:
-        self._moved()
-        self.broken = False
-        kind = message.WhichOneof("message")
-        if kind == "reply":
-            self._owner.replied(message.reply)
-            return
-        if kind == "fetched":
-            self._run_begins(message.fetched)
-        elif kind == "state":
-            self._state_begins(message.state)
-        asked = self._arriving
-        self._owner.received.moved(len(data), "state" if asked is not None and asked.download is None else "versions")
-        if asked is None or not asked.paid:
-            self._owner.received.charge(len(data))
-        if asked is None:
-            return  # the rest of something that was found to be wrong
-        assembly = asked.assembly
-        assert assembly is not None
-        if not len(data) and assembly.size_bytes:
-            return  # a header alone
-        try:
-            assembly.add(asked.next_chunk, data)
-        except WireError as error:
-            self._arriving = None
-            asked.fail(error)
-            return
-        asked.next_chunk += 1
-        if asked.next_chunk >= min(asked.first + asked.count, assembly.chunks):
-            self._arriving = None
-            if not asked.done.done():
-                asked.done.set_result(None)
+    def _ended(self, call: Any, reader: asyncio.Task[None]) -> None:
+        """The call is over. Everything in flight on it fails."""
+        error = None if reader.cancelled() else reader.exception()
+        ended = error if isinstance(error, WireError) else WireError(f"the bulk stream ended: {error or 'it was closed'}")
+        call.cancel()
+        self._call = None
+        self.broken = True
+        waiting = [*self._asked, *([self._arriving] if self._arriving else []), *([self._state] if self._state else [])]
+        carried = set(self._carried)
+        self._asked.clear()
+        self._carried.clear()
+        self._arriving = None
+        for asked in waiting:
+            asked.fail(ended)
+        for key in carried:
+            self._owner.lost(key, ended)
 
     def _run_begins(self, header: pb.Fetched) -> None:
         self._cut_short()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from skerry.errors import WireError
 from skerry.learner.transport.meter import Meter
@@ -18,8 +19,6 @@ from skerry.wire import skerry_pb2 as pb
 from skerry.wire.framing import CHUNK_BYTES, Run, count_chunks, in_runs
 from skerry.wire.service import SyncerStub
 
-ASKED_AHEAD = 4
-"""Runs requested on one stream before the first of them has arrived: a long link holds many bytes in flight."""
 STUCK_S = (10.0, 60.0, 600.0)
 """A stream on which nothing moves for this long is dead: the time of STUCK_CHUNKS chunks at the measured rate, clamped to the
 first two; but never less than the time of three chunks, up to the third."""
@@ -51,18 +50,10 @@ class StripedStreams:
                 runs = _checked(list(reply.missing), runs[0][1])
             answer = self._expect(header)
             try:
-                rest = pb.Upload()
-                rest.CopyFrom(header)
-                rest.ClearField("journal_json")  # once is enough
-
                 waiting = deque(self._cut(runs))
-
-                async def send(stream: ClientStream) -> None:
-                    while waiting and not answer.done():
-                        run = waiting.popleft()
-                        await stream.send_run(header if run[0] == 0 else rest, data, run, answer.done)
-
-                await self._on_each(len(waiting), send)
+                streams = self._least_busy(len(waiting))
+                sending = [stream.send_runs(header, data, waiting, answer) for stream in streams]
+                await (sending[0] if len(sending) == 1 else _all_done(sending))  # small ones are not worth a task
                 return await answer
             finally:
                 self._expect_no_more(header, answer)
@@ -99,33 +90,9 @@ class StripedStreams:
             if download.assembly is None:
                 await (await self._least_busy(1)[0].ask(download, (0, MOST_CHUNKS)))
             waiting = deque(self._cut(download.missing))
-
-            async def ask(stream: ClientStream) -> None:
-                in_flight: deque[asyncio.Future[None]] = deque()
-                try:
-                    while waiting or in_flight:
-                        while waiting and len(in_flight) < ASKED_AHEAD:
-                            in_flight.append(await stream.ask(download, waiting.popleft()))
-                        await in_flight.popleft()
-                finally:
-                    for future in in_flight:
-                        forget(future)
-
-            await self._on_each(len(waiting), ask)
+            await _all_done([stream.fetch_runs(download, waiting) for stream in self._least_busy(len(waiting))])
 
     # ------------------------------------------------------------ several streams
-
-    async def _on_each(self, runs: int, carry: Callable[[ClientStream], Awaitable[None]]) -> None:
-        """On as many streams as there are runs for. All come to an end; then the first error is raised, if there was one."""
-        streams = self._least_busy(runs)
-        if len(streams) <= 1:  # small transfers are not worth a task
-            for stream in streams:
-                await carry(stream)
-            return
-        found = await asyncio.gather(*map(carry, streams), return_exceptions=True)
-        for error in found:
-            if isinstance(error, BaseException):
-                raise error
 
     def _least_busy(self, count: int) -> list[ClientStream]:
         """The first ones first among equals: small transfers need no more than one connection."""
@@ -183,6 +150,13 @@ class StripedStreams:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(WireError("the connection was closed"))
+
+
+async def _all_done(transfers: list[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all of them, then raise the first error."""
+    for result in await asyncio.gather(*transfers, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 def _longest_s(bytes_per_s: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 import grpc
@@ -28,7 +28,6 @@ REPLIES = 64
 
 Outgoing = pb.Fetch | tuple[pb.State, memoryview] | Literal["reply"] | None
 """What is to be sent; `reply` says to look at the replies, None ends the stream."""
-Write = Callable[[Parcel[pb.BulkToLearner]], Awaitable[None]]
 
 
 class BulkService:
@@ -48,22 +47,18 @@ class BulkService:
     async def serve(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None:
         """A gRPC call, from its first message to its last."""
 
-        async def write(message: Parcel[pb.BulkToLearner]) -> None:
-            try:
-                await context.write(message)
-            except grpc.aio.InternalError:
-                raise asyncio.CancelledError from None  # the learner has gone, and reading ends as well
-
         try:
             first = await first_message(messages)
             if first is None or first.message.WhichOneof("message") != "hello":
                 raise WireError("the first message of a bulk stream must say who speaks")
             stream = BulkStream(self, first.message.hello.name, first.message.hello.session)
-            sender = asyncio.get_running_loop().create_task(stream.send(write))
+            loop = asyncio.get_running_loop()
+            reader, sender = loop.create_task(stream.read(messages)), loop.create_task(stream.send(context))
             try:
-                await stream.read(messages)
+                await reader
                 await sender
             finally:
+                reader.cancel()
                 sender.cancel()
         except WireError as error:
             self.admission.refused("", None, str(error))
@@ -95,26 +90,34 @@ class BulkStream:
             async for parcel in messages:
                 if parcel is None:
                     raise WireError("a damaged message on the bulk stream")
-                message = parcel.message
-                kind = message.WhichOneof("message")
-                if kind == "hello":
-                    raise WireError("a second hello on one bulk stream")
-                if kind == "fetch":
-                    await self._outbox.put(message.fetch)
+                if not await self._begins(parcel.message):
                     continue
-                if kind == "fetch_state":
-                    self._fetch_state(message.fetch_state.part)
+                # The next chunk of whatever was named last.
+                receiving, state = self._receiving, self._state
+                if receiving is not None and receiving.given_up is not None:
+                    self._put_down()
+                    if receiving.given_up:
+                        await self._refuse(receiving.header, NotTaken(receiving.given_up))
                     continue
-                if kind == "upload":
+                assembly = receiving.assembly if receiving is not None else state[1] if state is not None else None
+                if assembly is None or assembly.complete or (not parcel.chunk and assembly.size_bytes):
+                    continue  # not wanted, or a header alone
+                number, self._next_chunk = self._next_chunk, self._next_chunk + 1
+                if receiving is None:
+                    assert state is not None
+                    self._add_to_state(*state, number, parcel.chunk)
+                    continue
+                try:
+                    assembly.add(number, parcel.chunk)
+                except WireError as error:
                     self._put_down()
-                    await self._begin(message.upload)
-                elif kind == "state":
+                    self._contributions.done(self.learner, receiving)
+                    await self._refuse(receiving.header, NotTaken(str(error), retry=True))
+                    continue
+                self._admission.bytes_moved(self.learner)
+                if receiving.complete:
                     self._put_down()
-                    self._begin_state(message.state)
-                elif not self._named:
-                    await self._refuse(None, NotTaken("an upload must start with its header"))
-                if not message.upload.resume:
-                    await self._add(parcel.chunk)
+                    self._begin_to_take(receiving)
             if self._taking:  # a verdict may come soon; the contribution is taken with or without a stream
                 await asyncio.wait(self._taking)
             await self._outbox.put(None)
@@ -124,6 +127,29 @@ class BulkStream:
             self._ended = True
             while not self._replies.empty():  # nobody who waits to put something there need wait any more
                 self._replies.get_nowait()
+
+    async def _begins(self, message: pb.BulkToSyncer) -> bool:
+        """Handle the header of whatever begins with this message. True if a chunk of it may follow."""
+        kind = message.WhichOneof("message")
+        if kind == "hello":
+            raise WireError("a second hello on one bulk stream")
+        if kind == "fetch":
+            await self._outbox.put(message.fetch)
+        elif kind == "fetch_state":
+            self._fetch_state(message.fetch_state.part)
+        elif kind == "upload":
+            self._put_down()
+            await self._begin(message.upload)
+            return not message.upload.resume
+        elif kind == "state":
+            self._put_down()
+            self._begin_state(message.state)
+            return True
+        elif not self._named:
+            await self._refuse(None, NotTaken("an upload must start with its header"))
+        else:
+            return True
+        return False
 
     async def _begin(self, header: pb.Upload) -> None:
         self._named = True
@@ -142,36 +168,11 @@ class BulkStream:
             return
         self._receiving, self._next_chunk = receiving, header.first_chunk
 
-    async def _add(self, data: bytes | memoryview) -> None:
-        """The next chunk of whatever was named last."""
-        receiving, state = self._receiving, self._state
-        if receiving is not None and receiving.given_up is not None:
-            self._put_down()
-            if receiving.given_up:
-                await self._refuse(receiving.header, NotTaken(receiving.given_up))
-            return
-        assembly = receiving.assembly if receiving is not None else state[1] if state is not None else None
-        if assembly is None or assembly.complete or (not data and assembly.size_bytes):
-            return  # not wanted, or a header alone
-        number, self._next_chunk = self._next_chunk, self._next_chunk + 1
-        if state is not None:
-            self._add_to_state(*state, number, data)
-        if receiving is None:
-            return
-        try:
-            receiving.assembly.add(number, data)
-        except WireError as error:
-            self._put_down()
-            self._contributions.done(self.learner, receiving)
-            await self._refuse(receiving.header, NotTaken(str(error), retry=True))
-            return
-        self._admission.bytes_moved(self.learner)
-        if receiving.complete:
-            self._put_down()
-            task = asyncio.get_running_loop().create_task(self._take(receiving))
-            for holder in (self._taking, self._all_taking):
-                holder.add(task)
-                task.add_done_callback(holder.discard)
+    def _begin_to_take(self, receiving: Receiving) -> None:
+        task = asyncio.get_running_loop().create_task(self._take(receiving))
+        for holder in (self._taking, self._all_taking):
+            holder.add(task)
+            task.add_done_callback(holder.discard)
 
     async def _take(self, receiving: Receiving) -> None:
         header = receiving.header
@@ -250,39 +251,42 @@ class BulkStream:
         with contextlib.suppress(asyncio.QueueFull):  # then there is enough to wake the sender
             self._outbox.put_nowait("reply")
 
-    async def send(self, write: Write) -> None:
-        """Answers in their order, replies to contributions first."""
-
-        async def send_replies() -> None:
-            while not self._replies.empty():
-                await write(Parcel(pb.BulkToLearner(reply=self._replies.get_nowait())))
-
+    async def send(self, context: Any) -> None:
         while (item := await self._outbox.get()) is not None:
-            await send_replies()
-            if item == "reply":
-                continue
-            start = 0
-            if isinstance(item, pb.Fetch):
-                header, data = self._find(item)
-                message, stop = pb.BulkToLearner(fetched=header), count_chunks(len(data))
-                if not header.reason:
-                    start = item.first_chunk
-                    stop = min(stop, start + item.chunks) if item.chunks else stop
-            else:
-                message, data = pb.BulkToLearner(state=item[0]), item[1]
-                stop = count_chunks(len(data))
-            for number in range(start, max(stop, start + 1)):
-                await write(Parcel(message, chunk(data, number)))
-                self._admission.bytes_moved(self.learner)
-                message = pb.BulkToLearner()
-                await send_replies()
-        await send_replies()
+            for parcel in self._parcels(item):
+                try:
+                    await context.write(parcel)
+                except grpc.aio.InternalError:
+                    raise asyncio.CancelledError from None  # the learner has gone, and reading ends as well
 
-    def _find(self, wanted: pb.Fetch) -> tuple[pb.Fetched, memoryview]:
-        if not self._admission.may_fetch(self.learner, self.session):
-            reason = f"{self.learner[:MAX_NAME]!r} is not connected with this session"
-            return pb.Fetched(fragment=wanted.fragment, version=wanted.version, reason=reason), NOTHING
-        return self._served.find(wanted, self._admission.floor)
+    def _parcels(self, item: Outgoing) -> Iterator[Parcel[pb.BulkToLearner]]:
+        """An answer, chunk by chunk. Replies to contributions that wait go in between."""
+        yield from self._waiting_replies()
+        start = 0
+        if isinstance(item, pb.Fetch):
+            if self._admission.may_fetch(self.learner, self.session):
+                header, data = self._served.find(item, self._admission.floor)
+            else:
+                reason = f"{self.learner[:MAX_NAME]!r} is not connected with this session"
+                header, data = pb.Fetched(fragment=item.fragment, version=item.version, reason=reason), NOTHING
+            message, stop = pb.BulkToLearner(fetched=header), count_chunks(len(data))
+            if not header.reason:
+                start = item.first_chunk
+                stop = min(stop, start + item.chunks) if item.chunks else stop
+        elif isinstance(item, tuple):
+            message, data = pb.BulkToLearner(state=item[0]), item[1]
+            stop = count_chunks(len(data))
+        else:
+            return
+        for number in range(start, max(stop, start + 1)):
+            yield Parcel(message, chunk(data, number))
+            self._admission.bytes_moved(self.learner)
+            message = pb.BulkToLearner()
+            yield from self._waiting_replies()
+
+    def _waiting_replies(self) -> Iterator[Parcel[pb.BulkToLearner]]:
+        while not self._replies.empty():
+            yield Parcel(pb.BulkToLearner(reply=self._replies.get_nowait()))
 
 
 def _reply_to(header: pb.Upload | None, error: NotTaken) -> pb.UploadReply:

@@ -57,7 +57,8 @@ class ControlService:
         if not verdict.accepted:
             yield pb.ToLearner(refusal=pb.Refusal(reason=f"{hello.name} cannot come back: {verdict.reason}"))
             return
-        reader = asyncio.get_running_loop().create_task(self._read(hello.name, stream, messages))
+        reader = asyncio.get_running_loop().create_task(self._listen(hello.name, stream, messages))
+        reader.add_done_callback(lambda _: self._stopped_listening(hello.name, stream))
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._handlers.add(over)
         try:
@@ -119,43 +120,41 @@ class ControlService:
 
     # ------------------------------------------------------------ what a learner says
 
-    async def _read(self, learner: str, stream: LearnerStream, messages: AsyncIterator[pb.ToSyncer | None]) -> None:
-        try:
-            async for message in messages:
-                if self._roster.get(learner) is not stream:
-                    return
-                if message is None:
-                    self._refuse(learner, "a damaged message")
-                    return
-                self._heard(learner, stream, message)
-        finally:
-            # Whatever ended the reading, the stream is of no more use.
-            if self._roster.get(learner) is stream:
-                stream.outbox.end()
-
-    def _heard(self, learner: str, stream: LearnerStream, message: pb.ToSyncer) -> None:
-        dispatch, kind = self._decisions.dispatch, message.WhichOneof("message")
-        if kind == "report":
-            report = message.report
-            if not _plausible(report, self._decisions.core.learners[learner].step):
-                self._refuse(learner, "a report with impossible numbers")
+    async def _listen(self, learner: str, stream: LearnerStream, messages: AsyncIterator[pb.ToSyncer | None]) -> None:
+        dispatch = self._decisions.dispatch
+        async for message in messages:
+            if self._roster.get(learner) is not stream:
                 return
-            stream.reported(report)
-            loss = report.loss if report.HasField("loss") else None
-            need = _need(report.need) if report.HasField("need") else None
-            dispatch(m.Reported(learner, report.step, report.tokens, report.step_time_s, loss, need))
-        elif kind == "ready":
-            dispatch(m.Ready(learner))
-        elif kind == "nothing":
-            dispatch(m.NothingToGive(learner, message.nothing.fragment, message.nothing.round))
-        elif kind == "leaving":
-            dispatch(m.LeaveRequested(learner))
-        elif kind == "data":
-            self._declared(learner, message.data)
-        elif kind == "restored":
-            self._decisions.record(records.OptimizerRestored(learner, message.restored.source[:MAX_NAME]))
-        else:
-            self._refuse(learner, f"unexpected {kind or 'empty'} message")
+            if message is None:
+                self._refuse(learner, "a damaged message")
+                return
+            kind = message.WhichOneof("message")
+            if kind == "report":
+                report = message.report
+                if not _plausible(report, self._decisions.core.learners[learner].step):
+                    self._refuse(learner, "a report with impossible numbers")
+                    continue
+                stream.reported(report)
+                loss = report.loss if report.HasField("loss") else None
+                need = _need(report.need) if report.HasField("need") else None
+                dispatch(m.Reported(learner, report.step, report.tokens, report.step_time_s, loss, need))
+            elif kind == "ready":
+                dispatch(m.Ready(learner))
+            elif kind == "nothing":
+                dispatch(m.NothingToGive(learner, message.nothing.fragment, message.nothing.round))
+            elif kind == "leaving":
+                dispatch(m.LeaveRequested(learner))
+            elif kind == "data":
+                self._declared(learner, message.data)
+            elif kind == "restored":
+                self._decisions.record(records.OptimizerRestored(learner, message.restored.source[:MAX_NAME]))
+            else:
+                self._refuse(learner, f"unexpected {kind or 'empty'} message")
+
+    def _stopped_listening(self, learner: str, stream: LearnerStream) -> None:
+        """Whatever ended the reading, the stream is of no more use."""
+        if self._roster.get(learner) is stream:
+            stream.outbox.end()
 
     def _declared(self, learner: str, data: pb.Data) -> None:
         if not 0 < len(data.pools) <= MOST_POOLS or any(len(p.name) > MAX_NAME or p.size > MAX_COUNT for p in data.pools):
