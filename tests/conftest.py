@@ -65,7 +65,7 @@ class SyncerThread:
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
-        self._listening = threading.Event()
+        self._listening, self._listened = threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     @property
@@ -75,13 +75,13 @@ class SyncerThread:
     def start(self) -> SyncerThread:
         self._thread.start()
         assert self._listening.wait(30), "the syncer did not start"
-        if self.error:
+        if self.error and not self._listened:  # what happens later is for `wait`
             raise self.error
         return self
 
     def _run(self) -> None:
         def listening(port: int) -> None:
-            self.port = port
+            self.port, self._listened = port, True
             self._listening.set()
 
         async def serve() -> bool:
