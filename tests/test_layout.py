@@ -1,4 +1,4 @@
-"""Which module may import which, and that nothing here reads or writes pickles.
+"""Which module may import which, that the core is pure, and that nothing here reads or writes pickles.
 
 The sources are parsed, never imported, so an import inside a function or under `if TYPE_CHECKING` counts as well.
 """
@@ -32,6 +32,28 @@ LAYERS = [
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 STRANGERS = {("syncer", "learner"), ("learner", "syncer")}  # one layer, but they meet on the wire only
 FREE = {"skerry", "skerry.__main__"}  # the public face and the entry point import what they like
+
+PURE_MODULES = {
+    "__future__",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "operator",
+    "re",
+    "statistics",
+    "types",
+    "typing",
+}
+"""What decisions may use: no clock, thread, file, socket, process, random number or tensor comes from these."""
+PURE_PARTS = {"core", "config", "errors", "registry"}
+"""Parts of skerry the core may use: settings and errors are values."""
+IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "compile", "__import__", "breakpoint", "globals", "id", "hash"}
+"""Files, terminals, code from elsewhere, and what differs from one process to the next."""
 
 PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal"}
 
@@ -92,6 +114,25 @@ def direction_faults(source: str, module: str, is_package: bool = False) -> list
     return faults
 
 
+def purity_faults(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What a module of the core uses that is not a decision."""
+    tree = ast.parse(source)
+    faults = []
+    for line, name in imports(tree, module, is_package):
+        first, *rest = name.split(".")
+        if first == "skerry":
+            if not rest or rest[0] not in PURE_PARTS:
+                faults.append(f"{module}:{line}: imports {name}, which is not pure")
+        elif first not in PURE_MODULES:
+            faults.append(f"{module}:{line}: imports {name}, which is not pure")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in IMPURE_BUILTINS:
+            faults.append(f"{module}:{node.lineno}: uses {node.id}")
+        elif isinstance(node, (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)):
+            faults.append(f"{module}:{node.lineno}: waits for something")
+    return faults
+
+
 def pickle_faults(source: str, module: str, is_package: bool = False) -> list[str]:
     tree = ast.parse(source)
     faults = []
@@ -127,6 +168,17 @@ def test_imports_go_one_way() -> None:
         fault
         for path in SOURCES
         for fault in direction_faults(path.read_text("utf-8"), module_name(path), path.name == "__init__.py")
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_the_core_has_no_clock_thread_file_socket_or_tensor() -> None:
+    core = [path for path in SOURCES if path.is_relative_to(SRC / "skerry" / "core")]
+    assert core, f"no core found under {SRC}"
+    faults = [
+        fault
+        for path in core
+        for fault in purity_faults(path.read_text("utf-8"), module_name(path), path.name == "__init__.py")
     ]
     assert not faults, "\n".join(faults)
 
@@ -196,6 +248,48 @@ def test_a_relative_import_in_a_package_counts_from_that_package() -> None:
 )
 def test_an_import_along_the_direction_passes(module: str, source: str) -> None:
     assert not direction_faults(source, module, is_package=module == "skerry")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time",
+        "from time import monotonic",
+        "import datetime",
+        "import threading",
+        "import asyncio",
+        "import socket",
+        "import os",
+        "from pathlib import Path",
+        "import random",
+        "import secrets",
+        "import torch",
+        "import numpy as np",
+        "from skerry.clock import SystemClock",
+        "from skerry.tensors.fragments import Layout",
+        "from ..durable import DISK",
+        "from skerry import join",
+        "import importlib\nimportlib.import_module('time')",
+        "__import__('time').time()",
+        "def late():\n    open('x').read()",
+        "print(1)",
+        "async def wait(): ...",
+    ],
+)
+def test_what_is_not_a_decision_is_found(source: str) -> None:
+    assert purity_faults(source, "skerry.core.rounds")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import math\nfrom dataclasses import dataclass\nfrom collections.abc import Iterable",
+        "from skerry.config import SyncConfig\nfrom skerry.core import messages\nfrom . import state",
+        "def handle(event, now: float) -> list: return [now]",
+    ],
+)
+def test_what_decides_passes(source: str) -> None:
+    assert not purity_faults(source, "skerry.core.rounds")
 
 
 @pytest.mark.parametrize(
