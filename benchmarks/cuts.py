@@ -23,6 +23,8 @@ from torch import nn
 
 import skerry
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
+from skerry.core.records import Merged, Unhealthy
+from skerry.core.schema import TapeRecord
 from skerry.observe.ledger import audit_run
 from skerry.syncer.storage.run_folder import read_model, read_tape
 
@@ -58,7 +60,7 @@ def main() -> None:
             proxy = LinkProxy(["island"], (host, int(port)))
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
             learner = skerry.join(proxy.address("island"), model, optimizer, name="island")
-            link, over = learner._link, threading.Event()
+            link, over = learner._connection, threading.Event()
             thread = threading.Thread(target=small_steps, args=(model, learner, optimizer, over))
             thread.start()
             slow = Condition(bytes_per_s=options.mbit * 1e6 / 8)
@@ -76,23 +78,18 @@ def main() -> None:
             thread.join()
             learner.leave()
             proxy.close()
-        merged, harmed = [0], [0]
-
-        def see(kind: str, data: dict[str, object]) -> None:
-            (merged if kind == "merged" else harmed)[0] += 1
-
-        read_tape(folder, ["merged", "unhealthy"], see)
+        seen: list[TapeRecord] = []
+        read_tape(folder, [Merged, Unhealthy], seen.append)
+        merged = sum(isinstance(record, Merged) for record in seen)
         expected = {name: tensor.detach() for name, tensor in model.named_parameters()}
         difference = max(float((tensor - expected[name]).abs().max()) for name, tensor in read_model(folder).items())
         ledger = audit_run(folder)
     fragment_bytes = 16 << 20
-    extra = link.sent.total_bytes / (merged[0] * fragment_bytes) - 1
-    print(
-        f"{merged[0]} merges; {100 * extra:.1f}% more was sent than was merged; the models differ by {difference:.2g} at most"
-    )
-    whole = difference < 1e-5 and not harmed[0] and ledger.adds_up
+    extra = link.sent.total_bytes / (merged * fragment_bytes) - 1
+    print(f"{merged} merges; {100 * extra:.1f}% more was sent than was merged; the models differ by {difference:.2g} at most")
+    whole = difference < 1e-5 and merged == len(seen) and ledger.adds_up
     bar = {"bar": "cuts in the middle of a fragment, all of them arrived whole", "value": cuts if whole else 0, "target": cuts}
-    print(json.dumps({**bar, "ok": whole, "merges": merged[0], "sent_beyond_merged": round(extra, 3)}))
+    print(json.dumps({**bar, "ok": whole, "merges": merged, "sent_beyond_merged": round(extra, 3)}))
 
 
 if __name__ == "__main__":

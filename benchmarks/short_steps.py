@@ -17,12 +17,13 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import skerry
 from skerry.config import ModelConfig
+from skerry.core.records import Merged
+from skerry.core.schema import TapeRecord
 from skerry.models.gpt import GPT, build_gpt
 from skerry.observe.ledger import audit_run
 from skerry.syncer.storage.run_folder import read_tape
@@ -77,10 +78,11 @@ def main() -> None:
             assert all(process.exitcode == 0 for process in islands)
         merges: dict[int, list[tuple[int, int]]] = {}
 
-        def merged(_: str, data: dict[str, Any]) -> None:
-            merges.setdefault(data["fragment"], []).append((data["step"], len(data["shares"])))
+        def merged(record: TapeRecord) -> None:
+            assert isinstance(record, Merged)
+            merges.setdefault(record.fragment, []).append((record.round, len(record.shares)))
 
-        read_tape(folder, ("merged",), merged)
+        read_tape(folder, (Merged,), merged)
         ledger = audit_run(folder)
     assert ledger.adds_up, ledger.discrepancies
     in_model = statistics.mean(account.applied for account in ledger.tokens) / ledger.trained

@@ -122,8 +122,8 @@ class Caller:
         number = self._given[ask.fragment] = (self._given[ask.fragment] + 1) % len(self._data)
         data = self._data[number]
         header = pb.Upload(
-            fragment=ask.fragment, step=ask.step, base=self._versions[ask.fragment], steps=1, tokens=10, upto=self._step,
-            upto_tokens=10 * self._step, codec="bf16", size_bytes=len(data), checksum=self._sums[number],
+            fragment=ask.fragment, round=ask.round, base=self._versions[ask.fragment], steps=1, tokens=10, at_step=self._step,
+            at_tokens=10 * self._step, codec="bf16", size_bytes=len(data), checksum=self._sums[number],
         )  # fmt: skip
         message = pb.BulkToSyncer(upload=header)
         for number in range(count_chunks(len(data))):

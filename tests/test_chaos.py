@@ -154,7 +154,7 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
     try:
         run.until(lambda: run.find(0, "event", what="fault"), "the first fault")
         with pytest.raises(
-            ConfigError, match="this run has no proxy in its links, so cut cannot be done; start it with: .*--proxy"
+            ConfigError, match="cut needs a proxy in the links, which this run does not have; start it with: .*--proxy"
         ):
             ask(run.folder, "cut island-0")
         for words in planned:
@@ -169,7 +169,7 @@ def test_planned_run_suffers_its_plan_once_and_ends_well(tmp_path: Path) -> None
     faults = [run.records[n] for n in run.find(0, "event", what="fault") if run.records[n].get("words")]
     for words in planned:
         assert [fault["words"] for fault in faults].count(words) == 1
-    [left] = run.find(0, "event", what="never came")
+    [left] = run.find(0, "event", what="faults not reached")
     assert "kill island-0 @ 3600s" in run.records[left]["detail"] and "1 planned" in run.records[left]["detail"]
     assert json.loads((run.folder / "result.json").read_text())["tokens"] > 0
     assert [data.get("words") for _, data in run.tape("fault_injected")].count("kill island-1 @ step 40") == 1
@@ -299,7 +299,7 @@ def test_stale_contributions_are_those_of_before(run: Run, tmp_path: Path) -> No
         return any("the same" in data["reason"] for _, data in run.tape("unhealthy"))
 
     healed = _suffer_until(run, words, named)
-    assert "island-0 is told to suffer: stale" in run.log("island-0")
+    assert "island-0 has injected faults: stale" in run.log("island-0")
     run.merged_again("island-0", healed)
     (tmp_path / "island-0.json").write_text('{"stale": 1.0}')
     inflicted = Inflicted(tmp_path, "island-0")
@@ -338,7 +338,7 @@ def test_an_island_is_given_up_too_early_when_the_syncers_clock_jumps_and_comes_
 def test_island_whose_clock_jumps_stays_in_the_run(run: Run) -> None:
     words = "clock island-1 5s for 1s"
     fault = run.suffer(words)
-    run.until(lambda: "island-1 is told to suffer: clock 5" in run.log("island-1"), "the island to hear of it")
+    run.until(lambda: "island-1 has injected faults: clock 5" in run.log("island-1"), "the island to hear of it")
     healed = run.event(fault, "healed", "island-1", words)
     run.merged_again("island-1", healed)
     assert not run.find(fault, "event", what="lost", island="island-1")
@@ -371,12 +371,10 @@ def test_corrupted_bytes_break_connections_and_nothing_else(run: Run, way: str) 
 
 
 def test_asking_where_no_run_is_supervised_gets_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run of skerry train"):
+    with pytest.raises(ConfigError, match="is not a run of skerry train"):
         ask(tmp_path, "kill island-0")
     (tmp_path / "config.json").write_text("{}")
     for _ in range(2):  # never supervised; and once, but no longer
-        with pytest.raises(
-            ConfigError, match="nobody supervises .*; faults can be done to a run while its skerry train goes on"
-        ):
+        with pytest.raises(ConfigError, match="no skerry train supervises .*; faults need one that is running"):
             ask(tmp_path, "kill island-0")
         (tmp_path / "chaos").mkdir(exist_ok=True)

@@ -450,16 +450,16 @@ def merged(samples: list[int], session: str = "s", tokens: int = 1) -> TapeRecor
 @pytest.mark.parametrize(
     ("entry", "complaint"),
     [
-        (leased(10, 5), "samples 10 to 15 of pool '' were held by process s, not nobody"),
+        (leased(10, 5), "samples 10 to 15 of pool '' were held by process s, expected nobody"),
         (leased(22, 5), "samples 22 to 25 of pool '' were held by process t"),
         (leased(40, 5), "only 30 were ever leased"),
-        (leased(25, 2, position=7), "was given position 7 after 5"),
-        (merged([16, 21]), "gave back are in a merge of its own"),
+        (leased(25, 2, position=7), "was leased position 7, expected 5"),
+        (merged([16, 21]), "returned are also in its own merged contributions"),
         (merged([8, 14]), "are in fragment 0 twice"),
-        (merged([0, 31]), "contributed samples up to 31 and was given 30"),
-        (merged([0, 3], session="t"), "trained on 0 tokens, and 80 are said to be in fragment 0"),
+        (merged([0, 31]), "contributed samples up to 31, but was leased 30"),
+        (merged([0, 3], session="t"), "trained on 0 tokens, but fragment 0 contains 80"),
         (merged([16, 17], tokens=15), "are in fragment 0 twice"),
-        (records.Returned("a", "t", 1, (("", 21, 3),), "it has left"), "gave back up to 4 of 5"),
+        (records.Returned("a", "t", 1, (("", 21, 3),), "it has left"), "returned samples up to 4, but was leased 5"),
     ],
 )
 def test_what_cannot_be_is_said(entry: TapeRecord, complaint: str) -> None:

@@ -354,7 +354,7 @@ def test_the_summary_tells_the_result_and_what_it_took() -> None:
     assert lines[0].endswith("2.1000 ± 0.0100")
     assert lines[1].endswith("2.50M")
     assert lines[2].endswith("3m 02s (13.7k tok/s)")
-    assert lines[3].endswith("310, 97.0% of those asked took part")
+    assert lines[3].endswith("310, 97.0% of the asked islands took part")
     assert lines[4].endswith("none")
     assert lines[5].endswith("2.5 MB sent by islands, 9.1 MB received")
     assert lines[6:] == ["sample", "  a", "      b\N{REPLACEMENT CHARACTER}[2J"]
@@ -393,8 +393,8 @@ def test_links_are_told_over_all_processes_of_an_island() -> None:
         island(3.0, 1),
     )
     assert link_lines(status).splitlines() == [
-        "links            5.3% of an island's time at most went by in waiting for them",
-        "  island-0       12.3 ms there and back; 1.5 MB/s up, 2.5 MB/s down; queued 2.0 ms; "
+        "links            islands waited for them at most 5.3% of their time",
+        "  island-0       round trip 12.3 ms; 1.5 MB/s up, 2.5 MB/s down; queued 2.0 ms; "
         "4.0 MB contributions, 6.0 MB versions, 2.4 kB control",
     ]
     assert link_lines(status_of(run(0.0, 0), island(1.0, 0))) == ""

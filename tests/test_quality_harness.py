@@ -316,7 +316,7 @@ def test_one_island_that_keeps_all_it_learns_trains_as_if_it_were_alone(rule: st
     run._merge = lambda order: (given.append(sum(s.steps for s in order.shares) * (order.fragment == 0)), merge(order))
     run.run()
     run.load_global()
-    assert run.core.merges > 20 and sum(given) == run.learners[0].exchange.step, "every step counts once"
+    assert run.core.run.merges > 20 and sum(given) == run.learners[0].exchange.step, "every step counts once"
     for found, wanted in zip(stepper.tensors, alone, strict=True):
         assert torch.allclose(found, wanted, atol=1e-4)
 

@@ -144,7 +144,7 @@ def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
         line.update(
             tokens=run.core.tokens,
             steps=run.core.step,
-            merges=run.core.merges,
+            merges=run.core.run.merges,
             mean_members=sum(run.members) / max(len(run.members), 1),
             mean_age=sum(age * count for age, count in run.ages.items()) / max(run.ages.total(), 1),
             sent_bytes_per_step=run.sent_bytes / max(run.core.step, 1) / config.islands.count,

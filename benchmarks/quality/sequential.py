@@ -299,23 +299,23 @@ class SequentialRun:
         for learner in self.learners:
             if learner.waits or (learner.alive and learner.exchange.phase == "joining"):
                 self.core.bytes_moved(learner.name, self.now)  # it takes no steps, but it is not silent
-        for action in self.core.handle(event, self.now):
+        for action in self.core.handle(event, self.now).actions:
             if isinstance(action, m.Begin):
-                learner = self._by_name[action.name]
+                learner = self._by_name[action.learner]
                 self._settle(learner)  # what came out while it waited
                 learner.exchange.begin(action.step)
                 self._start_step(learner)
             elif isinstance(action, m.Ask):
-                learner = self._by_name[action.name]
-                learner.exchange.asked(Question(action.fragment, action.step, action.min_base), action.anew)
+                learner = self._by_name[action.learner]
+                learner.exchange.asked(Question(action.fragment, action.round, action.min_base), action.anew)
                 self._answer(learner)
             elif isinstance(action, m.Merge):
                 self._merge(action)
             elif isinstance(action, m.Announce):
-                for name, counted in zip(action.names, action.counted, strict=True):
+                for name, counted in zip(action.learners, action.counted, strict=True):
                     self._announce(self._by_name[name], action, counted)
             elif isinstance(action, m.StopTraining):
-                learner = self._by_name[action.name]
+                learner = self._by_name[action.learner]
                 learner.exchange.stop()
                 self._settle(learner)
             elif isinstance(action, m.WakeAt):
@@ -396,7 +396,7 @@ class SequentialRun:
         for answer in learner.exchange.answers():
             question = answer.question
             if not isinstance(answer, Give):
-                nothing = m.NothingToGive(learner.name, question.fragment, question.step)
+                nothing = m.NothingToGive(learner.name, question.fragment, question.round)
                 self._at(self.now, lambda nothing=nothing: self._dispatch(nothing))
                 continue
             values = learner.staged[question.fragment] if answer.staged else self._read(learner.weights, question.fragment)
@@ -407,7 +407,7 @@ class SequentialRun:
             if self._rules & {"carry", "eager"}:  # now, or when this is adopted
                 learner.snapshots.setdefault(question.fragment, {})[answer.at.steps] = values
             offer = m.Contributed(
-                learner.name, question.fragment, question.step, answer.base, answer.steps, answer.tokens, answer.at.steps
+                learner.name, question.fragment, question.round, answer.base, answer.steps, answer.tokens, answer.at.steps
             )
             self._at(self.now + self._delay, lambda offer=offer, delta=delta: self._arrive(offer, delta))
 
@@ -436,11 +436,11 @@ class SequentialRun:
 
     def _arrive(self, offer: m.Contributed, delta: Tensor) -> None:
         if self.core.why_refused(offer) is None:
-            self._deltas[offer.fragment, offer.name] = delta
+            self._deltas[offer.fragment, offer.learner] = delta
             self._dispatch(offer)
 
     def _merge(self, order: m.Merge) -> None:
-        deltas = [self._deltas.pop((order.fragment, share.name)) for share in order.shares]
+        deltas = [self._deltas.pop((order.fragment, share.learner)) for share in order.shares]
         ages = [order.version - 1 - share.base for share in order.shares]
         self.ages.update(ages)
         before, rule = self.states[order.fragment], self.conditions.outer
@@ -496,7 +496,7 @@ class SequentialRun:
         return FragmentState(before.values - lr * (progress + order.outer_momentum * momentum), momentum)
 
     def _announce(self, learner: SequentialLearner, action: m.Announce, counted: int) -> None:
-        version = Version(action.fragment, action.version, action.step, counted)
+        version = Version(action.fragment, action.version, action.round, counted)
         values = self.states[action.fragment].public
         life = learner.life
 
@@ -524,7 +524,7 @@ class SequentialRun:
         learner.alive = False
         learner.life += 1
         self.lost_steps += int(self.conditions.outage_steps)
-        self._dispatch(m.Disconnected(learner.name, f"{learner.name}-{learner.life - 1}"))
+        self._dispatch(m.StreamEnded(learner.name, f"{learner.name}-{learner.life - 1}"))
         self._at(self.now + self.conditions.outage_steps, lambda: self._return(learner))
 
     def _return(self, learner: SequentialLearner) -> None:
@@ -544,7 +544,7 @@ class SequentialRun:
 
     def _join(self, learner: SequentialLearner) -> None:
         versions = tuple(fragment.version for fragment in self.core.fragments)
-        self._dispatch(m.Joined(learner.name, f"{learner.name}-{learner.life}"))
+        self._dispatch(m.Hello(learner.name, f"{learner.name}-{learner.life}"))
         for of_before in (learner.ready, learner.snapshots, learner.outer_steps, learner.last_progress):
             of_before.clear()
         for index, version in enumerate(versions):

@@ -12,7 +12,7 @@ from pathlib import Path
 from skerry.chaos.driver import Driver
 from skerry.chaos.parse import parse_faults
 from skerry.chaos.plan import Fault
-from skerry.chaos.recorder import Teller
+from skerry.chaos.recorder import Recorder
 from skerry.config import Config
 from skerry.launch.local import create_job
 from skerry.launch.processes import Child, free_port, skerry_command
@@ -28,8 +28,8 @@ def run_decoupled(
     create_job(config, folder)
     supervisor = Supervisor(config, folder)
     address = f"127.0.0.1:{free_port()}"
-    teller = Teller(address, None, supervisor.metrics)
-    supervisor.driver = Driver(faults, config.islands.count, folder, supervisor, supervisor.metrics, teller, None)
+    recorder = Recorder(address, None, supervisor.metrics)
+    supervisor.driver = Driver(faults, config.islands.count, folder, supervisor, supervisor.metrics, recorder, None)
 
     def part(name: str, command: list[str]) -> Worker:
         child = Child(name, command, folder / "logs" / f"{name}.log", {"OMP_NUM_THREADS": "1"})

@@ -1,1 +1,1 @@
-"""Faults on purpose: planned, carried out, healed and written down. A run without faults pays one `os.stat` for each step."""
+"""Fault injection: plan faults, inject them, heal them and record both. A run without faults pays one `os.stat` per step."""

@@ -1,24 +1,24 @@
-"""How long bytes must wait for a limited link. Pure: time is passed in."""
+"""Rate limiting for a throttled link. The caller passes in the time."""
 
 from __future__ import annotations
 
 BURST_S = 0.02
-"""What may be sent at once after a pause, as time at the full rate: sleeping is not exact, and lost time is made up for."""
+"""Burst size, as seconds at the full rate. It makes up for sleeps that overshoot."""
 
 EXACT_S = 1e-6
-"""Shorter waits are none: rounding must not make somebody wait for a moment that a clock cannot tell."""
+"""Waits shorter than this count as zero, so that rounding causes no sleep below the clock's resolution."""
 
 
 class TokenBucket:
-    """Lets bytes through at a rate. A piece may go as soon as there is any credit and is paid for afterwards, so that pieces
-    larger than the credit for a burst still pass."""
+    """A token bucket that may go into debt: a piece passes as soon as there is any credit and is charged afterwards. Pieces
+    larger than a burst therefore still pass."""
 
     def __init__(self) -> None:
         self._credit_bytes = 0.0
         self._at_s = 0.0
 
     def wait_s(self, size_bytes: int, bytes_per_s: float, now_s: float) -> float:
-        """0: the piece goes now, and is paid for. Otherwise nothing has changed, and this is how long to wait."""
+        """Charge for the piece and return 0 if it may go now. Otherwise charge nothing and return how long to wait."""
         burst_bytes = bytes_per_s * BURST_S
         credit = min(burst_bytes, self._credit_bytes + max(0.0, now_s - self._at_s) * bytes_per_s)
         self._credit_bytes, self._at_s = credit, now_s

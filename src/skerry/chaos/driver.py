@@ -1,6 +1,7 @@
-"""Carries out the faults of a plan and those asked for while a run goes on, heals them, and writes both down.
+"""Inject planned and requested faults into a run, heal them, and record both.
 
-It lives in the supervisor's loop and never waits. What it does depends on the plan alone; when, on how fast the run is.
+The driver runs in the supervisor's loop and never blocks. The plan alone decides which faults it injects; their timing also
+depends on the run's speed.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from skerry.errors import ConfigError
 from skerry.metrics import MetricsTail, MetricsWriter
 
 BYTES_PER_MBIT = 125_000
-NO_PROXY = "this run has no proxy in its links, so {what} cannot be done; start it with: skerry train ... --proxy"
+NO_PROXY = "{kind} needs a proxy in the links, which this run does not have; start it with: skerry train ... --proxy"
 
 
 class Parts(Protocol):
-    """What the driver needs of whoever started the parts. Nothing is done to a part that does not run, but a part that is
-    down stays so for as long as it is killed for."""
+    """What the driver needs from the supervisor. Signals to a part that is not running have no effect. Killing a part that is
+    down keeps it down for at least `down_s`."""
 
     def runs(self, part: str) -> bool: ...
     def kill(self, part: str, down_s: float) -> None: ...
@@ -69,7 +70,7 @@ class Driver:
         done = Counter(record.get("words") for record in MetricsTail(metrics.path).read() if record.get("what") == "fault")
         left: list[Fault] = []
         for fault in faults:
-            # A run that is taken up again does not suffer the same twice.
+            # A resumed run does not repeat faults that were already injected.
             if done[fault.words] > 0:
                 done[fault.words] -= 1
             else:
@@ -80,17 +81,17 @@ class Driver:
         self._plan(left)
 
     def poll(self, now: float, running: bool, step: int) -> None:
-        """Do what is due. `running` says whether training has begun, `step` how far the run is."""
+        """Inject and heal what is due. `running` says whether training has begun; `step` is the run's step."""
         if running and self._began_at is None:
             self._began_at = now
         for active in [a for a in self._active if a.heal_at is not None and now >= a.heal_at]:
             self._heal(active)
         for identity, text in self._mailbox.requests():
-            self._mailbox.answer(identity, *self._asked(text, now))
+            self._mailbox.answer(identity, *self._request(text, now))
         self._step = step
         for fault in self._due(now):
             if self._still_wanted(fault):
-                self._do(fault, now)
+                self._inject(fault, now)
 
     def restarted(self, part: str, pid: int) -> None:
         self._recorder.write(records.PartRestarted(part, pid))
@@ -99,16 +100,16 @@ class Driver:
         left = [fault for fault in [*self._stepped, *self._timed] if self._still_wanted(fault)]
         if left:
             detail = f"{len(left)} planned faults, the first: {left[0].words}"
-            self._metrics.write("event", what="never came", detail=detail)
+            self._metrics.write("event", what="faults not reached", detail=detail)
         self._mailbox.close()
         self._recorder.close()
         if self._proxy is not None:
             self._proxy.close()
 
-    # ------------------------------------------------------------ when
+    # ------------------------------------------------------------ timing
 
     def _plan(self, more: Sequence[Fault]) -> None:
-        """Plans may be long, so that only the next of each sort is looked at."""
+        """Sort faults into two queues, by time and by step. Plans may be long, so each poll looks only at the heads."""
         faults = sorted([*self._timed, *self._stepped, *more], key=order)
         self._timed = deque(fault for fault in faults if fault.at_step is None)
         self._stepped = deque(fault for fault in faults if fault.at_step is not None)
@@ -124,30 +125,32 @@ class Driver:
     def _still_wanted(self, fault: Fault) -> bool:
         return fault.before_step is None or self._step < fault.before_step
 
-    def _asked(self, text: str, now: float) -> tuple[bool, str]:
-        """What to say to somebody who asks for faults, which are then done or put on the plan."""
+    def _request(self, text: str, now: float) -> tuple[bool, str]:
+        """Inject requested faults, or queue those that have a time. Returns whether they were accepted, and the reply."""
         try:
             faults = parse_faults(text)
             for fault in faults:
                 check_part(fault, self._islands)
                 if KINDS[fault.kind].link and self._proxy is None:
-                    return False, NO_PROXY.format(what=fault.kind)
+                    return False, NO_PROXY.format(kind=fault.kind)
         except ConfigError as error:
             return False, str(error)
         for fault in faults:
             if fault.at_s is None and fault.at_step is None:
-                self._do(fault, now)
+                self._inject(fault, now)
             else:
                 self._plan([fault])
         return True, ", ".join(fault.words for fault in faults)
 
-    # ------------------------------------------------------------ what
+    # ------------------------------------------------------------ injecting and healing
 
-    def _do(self, fault: Fault, now: float) -> None:
+    def _inject(self, fault: Fault, now: float) -> None:
         kind = KINDS[fault.kind]
         lasts = f" for {fault.for_s:g} s" if fault.for_s else ""
-        # First, so that it comes before its effects in every record.
-        self._note("fault", fault, fault.what + lasts + ("" if self._parts.runs(fault.part) else ", but it was not running"))
+        # Recorded first, so that the fault precedes its effects in the metrics.
+        self._note(
+            "fault", fault, fault.what + lasts + ("" if self._parts.runs(fault.part) else ", but the part was not running")
+        )
         if fault.kind in ("kill", "kill_syncer"):
             self._parts.kill(fault.part, fault.for_s)
             return
@@ -175,17 +178,17 @@ class Driver:
         kind = records.FaultInjected if what == "fault" else records.FaultHealed
         self._recorder.write(kind(fault.part, fault.kind, detail, fault.words))
 
-    def _suffered(self, part: str) -> list[Fault]:
+    def _faults_of(self, part: str) -> list[Fault]:
         return [active.fault for active in self._active if active.fault.part == part]
 
     def _set_inside(self, part: str) -> None:
-        """Of several faults of one kind the last counts."""
-        wrong = {fault.kind: fault.amount or 1.0 for fault in self._suffered(part) if KINDS[fault.kind].inside}
-        write_json(self._folder / f"{part}.json", wrong)
+        """Tell a process about its faults. If several have the same kind, the last one wins."""
+        amounts = {fault.kind: fault.amount or 1.0 for fault in self._faults_of(part) if KINDS[fault.kind].inside}
+        write_json(self._folder / f"{part}.json", amounts)
 
     def _set_link(self, part: str) -> None:
-        assert self._proxy is not None, "a fault of a link without a proxy"
-        faults = self._suffered(part)
+        assert self._proxy is not None, "link fault without a proxy"
+        faults = self._faults_of(part)
         kinds = {fault.kind for fault in faults}
         up, down = (_condition([f for f in faults if f.direction in (way, "both")]) for way in ("up", "down"))
         self._proxy.set(part, LinkState("cut" in kinds, "drop" in kinds, up, down))
@@ -198,7 +201,7 @@ def _condition(faults: Sequence[Fault]) -> Condition:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all, for readers that look at any moment."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(json.dumps(value))
-    os.replace(beside, path)
+    """Write atomically: readers poll the file at any time."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(value))
+    os.replace(partial, path)

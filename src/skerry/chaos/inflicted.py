@@ -1,7 +1,7 @@
-"""Faults inside a process. The driver writes what is wrong with a part into `RUN/chaos/PART.json`; the part reads it here.
+"""Faults inside a process. The driver writes a part's faults to `RUN/chaos/PART.json`; the part's process reads them here.
 
-The learner and the syncer know nothing of this: in processes that were started with SKERRY_CHAOS_DIR set they are given another
-clock, another disk, and altered snapshots.
+The learner and the syncer do not know about faults. A process started with SKERRY_CHAOS_DIR gives them a clock, a disk and
+snapshots that misbehave.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ ENVIRONMENT = "SKERRY_CHAOS_DIR"
 
 
 class Inflicted:
-    """What is wrong with this process at present: kinds of faults and their amounts."""
+    """The faults that are active in this process: kinds and amounts."""
 
     def __init__(self, folder: Path, part: str) -> None:
         self._path = folder / f"{part}.json"
         self._part = part
         self._stamp: tuple[int, int] | None = None
         self._found: dict[str, float] = {}
-        self._told_first: dict[int, Tensor] = {}
+        self._first_progress: dict[int, Tensor] = {}
         self._woke_at = time.monotonic()
 
     @staticmethod
     def here(part: str) -> Inflicted | None:
-        """For a process that somebody may want to harm; None for all others."""
+        """The faults of this process, or None if it was started without SKERRY_CHAOS_DIR."""
         folder = os.environ.get(ENVIRONMENT)
         return Inflicted(Path(folder), part) if folder and part else None
 
     def now(self) -> float:
-        """A Clock that may be wrong, by what was read last: it is asked for the time more often than it need look."""
+        """The time, shifted by a clock fault. Uses the last read amount, because a clock is asked too often to read a file."""
         return time.monotonic() + self._found.get("clock", 0.0)
 
     def amount(self, kind: str) -> float:
-        """Of a fault of this kind; 0 if there is none."""
+        """The amount of the active fault of this kind; 0 if there is none."""
         return self.read().get(kind, 0.0)
 
     def read(self) -> Mapping[str, float]:
@@ -61,50 +61,50 @@ class Inflicted:
             if stamp != self._stamp:
                 found = json.loads(self._path.read_text())
                 self._stamp = stamp
-                self._take_up({str(kind): float(amount) for kind, amount in found.items()})
+                self._update({str(kind): float(amount) for kind, amount in found.items()})
         except FileNotFoundError:
             if self._stamp is not None:
                 self._stamp = None
-                self._take_up({})
+                self._update({})
         return self._found
 
-    def _take_up(self, found: dict[str, float]) -> None:
+    def _update(self, found: dict[str, float]) -> None:
         self._found = found
         if "stale" not in found:
-            self._told_first.clear()
-        now = ", ".join(f"{kind} {amount:g}" for kind, amount in found.items())
-        log.warning("%s is told to suffer: %s", self._part, now or "nothing any more")
+            self._first_progress.clear()
+        active = ", ".join(f"{kind} {amount:g}" for kind, amount in found.items())
+        log.warning("%s has injected faults: %s", self._part, active or "none")
 
     # ------------------------------------------------------------ an island
 
     def seams(self) -> Seams:
-        """Let an island be slow, its clock be wrong, and what it gives be wrong. Its own model stays whole."""
+        """Seams that slow an island down, shift its clock and corrupt its contributions. Its own model stays intact."""
         from skerry.learner.seams import Seams
 
         self.read()
         self._woke_at = time.monotonic()
-        return Seams(self, self.spoiled, self._suffer_step)
+        return Seams(self, self.spoiled, self._slow_step)
 
-    def _suffer_step(self) -> None:
+    def _slow_step(self) -> None:
         factor = self.amount("slow")
         if factor > 1:
             time.sleep((factor - 1) * (time.monotonic() - self._woke_at))
         self._woke_at = time.monotonic()
 
     def spoiled(self, snapshot: Snapshot) -> Snapshot:
-        """What is sent instead of a snapshot: progress that is not a number, too large, or sent before."""
+        """The snapshot with corrupted progress: NaN, infinite, too large, or repeated."""
         found = self.read()
         if not {"nan", "inf", "explode", "stale"} & found.keys():
             return snapshot
 
-        def instead() -> Tensor:
+        def corrupted() -> Tensor:
             import torch
 
             progress = snapshot.progress()
             if progress.is_cuda:
-                torch.cuda.synchronize(progress.device)  # it is made, and will be used, in another stream than this one
+                torch.cuda.synchronize(progress.device)  # produced and consumed on other streams
             if "stale" in found:
-                progress = self._told_first.setdefault(snapshot.fragment, progress)
+                progress = self._first_progress.setdefault(snapshot.fragment, progress)
             if "explode" in found:
                 progress = found["explode"] * progress
             for kind in ("nan", "inf"):
@@ -114,17 +114,17 @@ class Inflicted:
                 torch.cuda.synchronize(progress.device)
             return progress
 
-        return dataclasses.replace(snapshot, progress=instead)
+        return dataclasses.replace(snapshot, progress=corrupted)
 
 
 class FaultyDisk(Disk):
-    """A disk that is full while it is told to be. Metrics are still written, so that one can see what happens."""
+    """A disk that is full during a fill_disk fault. Metrics are still written, so the fault can be observed."""
 
     def __init__(self, inflicted: Inflicted) -> None:
         self._inflicted = inflicted
 
     def sync(self, descriptor: int) -> None:
-        # Whatever must be durable passes here, and a full disk may well be noticed no sooner.
+        # Everything durable passes through here, and a real full disk may also surface as late as fsync.
         self.before_commit()
         super().sync(descriptor)
 
@@ -134,7 +134,7 @@ class FaultyDisk(Disk):
 
 
 class WatchfulClock:
-    """For a process without steps after which to look."""
+    """A clock that also checks for new faults: the syncer has no training steps that would."""
 
     def __init__(self, inflicted: Inflicted) -> None:
         self._inflicted = inflicted

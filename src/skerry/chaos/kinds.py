@@ -1,4 +1,4 @@
-"""The kinds of faults: what they are done to, what can be set, and in which unit."""
+"""The kinds of faults: which parts they apply to, their parameter and its unit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Kind:
     of_islands: bool = True
     of_syncer: bool = False
     link: bool = False
-    """Done to the link between island and syncer, by the proxy."""
+    """Applied by the proxy to the link between island and syncer."""
     inside: bool = False
-    """Done inside the process, which reads about it in a file."""
+    """Applied inside the process, which reads its faults from a file."""
     amount: str | None = None
-    """Name of its number in a plan."""
+    """Name of the kind's parameter in a plan; None if it has none."""
     unit: str = ""
     usual: float = 0.0
     above: float | None = None
-    """The number must be larger than this; None allows any but 0."""
+    """Exclusive lower bound of the parameter. None allows anything but 0."""
 
 
 KINDS = {

@@ -1,4 +1,4 @@
-"""Where faults are asked for while a run goes on: files in `RUN/chaos`, between `skerry chaos` and the run's supervisor."""
+"""Carry requests from `skerry chaos` to the supervisor of a running run, and answers back, as files in `RUN/chaos`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LOOK_S = 0.05
 
 
 class Mailbox:
-    """The supervisor's side. Holding the lock says that somebody is here."""
+    """The supervisor's side. The lock it holds shows that the run is supervised."""
 
     def __init__(self, folder: Path) -> None:
         self._requests, self._answers = folder / "requests", folder / "answers"
-        for place in (self._requests, self._answers):
-            place.mkdir(parents=True, exist_ok=True)
+        for directory in (self._requests, self._answers):
+            directory.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(folder)
         if self._lock is None:
-            raise RunFailed(f"{folder.parent} is being run by another skerry train")
+            raise RunFailed(f"{folder.parent} is already run by another skerry train")
         for left_behind in [*self._requests.iterdir(), *self._answers.iterdir()]:
             left_behind.unlink()
 
@@ -37,9 +37,9 @@ class Mailbox:
 
     def answer(self, identity: str, done: bool, words: str) -> None:
         path = self._answers / f"{identity}.json"
-        beside = path.with_suffix(".partial")
-        beside.write_text(json.dumps({"done": done, "words": words}))
-        os.replace(beside, path)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"done": done, "words": words}))
+        os.replace(partial, path)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -48,20 +48,20 @@ class Mailbox:
 
 
 def ask(run: Path, text: str, timeout_s: float = ANSWER_S) -> str:
-    """Ask the supervisor of a run for faults; returns what it is going to do."""
+    """Ask the supervisor of a run to inject faults. Returns the faults it accepted."""
     if not (run / "config.json").exists():
-        raise ConfigError(f"{run} holds no run of skerry train (there is no config.json)")
+        raise ConfigError(f"{run} is not a run of skerry train: it has no config.json")
     folder = run / "chaos"
     lock = _locked(folder) if folder.is_dir() else -1
     if lock is not None:
         if lock >= 0:
             os.close(lock)
-        raise ConfigError(f"nobody supervises {run}; faults can be done to a run while its skerry train goes on")
+        raise ConfigError(f"no skerry train supervises {run}; faults need one that is running")
     identity = uuid.uuid4().hex
     path, answer = folder / "requests" / f"{identity}.txt", folder / "answers" / f"{identity}.json"
-    beside = path.with_suffix(".partial")
-    beside.write_text(text)
-    os.replace(beside, path)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
     deadline = time.monotonic() + timeout_s
     while not answer.exists():
         if time.monotonic() > deadline:
@@ -76,7 +76,7 @@ def ask(run: Path, text: str, timeout_s: float = ANSWER_S) -> str:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the mailbox's lock, or None if somebody else does."""
+    """Take the mailbox's lock and return its descriptor, or None if another process holds it."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Plans as people write them: a TOML file, or a few words. Every mistake is named in one line."""
+"""Read chaos plans from TOML files or from the short form. Every mistake is reported in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLE = "kill island-2 @ step 120 for 5s"
 
 
 def read_plan(given: str) -> Plan:
-    """A plan from the path of a TOML file or from words."""
+    """Read a plan from a TOML file (if `given` ends in .toml) or from the short form."""
     if given.endswith(".toml"):
         return load_plan(Path(given))
     return Plan(tuple(parse_faults(given)))
@@ -104,7 +104,7 @@ _WORDS = re.compile(
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """`kill island-2 @ step 120, freeze island-1 @ 30s for 5s`; without `@` a fault comes at once."""
+    """Parse faults like `kill island-2 @ step 120, freeze island-1 @ 30s for 5s`. Without `@` a fault is injected at once."""
     faults = [_parse(part.strip()) for part in text.split(",") if part.strip()]
     if not faults:
         raise ConfigError(f"no fault in {text!r}; write it like: {EXAMPLE}")
@@ -114,21 +114,21 @@ def parse_faults(text: str) -> list[Fault]:
 def _parse(text: str) -> Fault:
     found = _WORDS.fullmatch(text)
     if found is None:
-        raise ConfigError(f"{text!r} is not understood; write a fault like: {EXAMPLE}")
+        raise ConfigError(f"{text!r} is not a fault; write it like: {EXAMPLE}")
     name, part = found["kind"].lower(), (found["part"] or "").lower()
     if name == "kill" and part == "syncer":
         name = "kill_syncer"
     kind = kind_named(name)
     if not part:
         if kind.of_islands:
-            raise ConfigError(f"{text!r} does not say to whom; write a fault like: {EXAMPLE}")
+            raise ConfigError(f"{text!r} names no island; write it like: {EXAMPLE}")
         part = "syncer"
     amount = 0.0
     if found["amount"] is not None:
         if kind.amount is None:
             raise ConfigError(f"{text!r}: {name} takes no number, got {found['amount']}")
         if found["unit"] and found["unit"].lower() != kind.unit:
-            raise ConfigError(f"{text!r}: {kind.amount} is given in {kind.unit}, got {found['unit']}")
+            raise ConfigError(f"{text!r}: {kind.amount} must be in {kind.unit}, got {found['unit']}")
         amount = float(found["amount"])
         require(amount != 0, f"{text!r}: {kind.amount}", amount, "other than 0")
     return Fault(

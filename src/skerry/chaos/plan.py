@@ -1,7 +1,7 @@
-"""What is to be done to a run, and when: a plan, drawn into a list of faults.
+"""A chaos plan, and how it is expanded into a list of faults.
 
-Pure: the same plan and number of islands give the same list. Each island draws from a stream of its own, so one more island
-changes nothing for the others.
+Expansion is deterministic in the plan and the number of islands. Each island has its own random stream, so adding an island
+does not change the faults of the others.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from skerry.errors import ConfigError
 
 DAY_S = 86_400.0
 MOST_FAULTS = 100_000
-"""For one island. A plan with more has its units wrong."""
+"""Per island. A plan with more than this probably mixes up units."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is done to one part of a run."""
+    """One fault, injected into one part of a run."""
 
     kind: str
     """One of KINDS."""
     part: str
     """`island-2` or `syncer`."""
     at_s: float | None = None
-    """Seconds after training began; with `at_step` None as well, at once."""
+    """Seconds after training began. If `at_step` is None too, the fault is injected immediately."""
     at_step: int | None = None
-    """The run's step."""
+    """The run's step at which the fault is injected."""
     for_s: float = 0.0
-    """How long it lasts. 0: to the end of the run; a killed part comes back at once."""
+    """Duration. 0 means until the end of the run, except that a killed part restarts at once."""
     amount: float = 0.0
-    """How much, in the kind's own unit; 0 for kinds that have none."""
+    """The kind's parameter, in its unit; 0 for kinds without one."""
     direction: str = "both"
-    """For links: `up` is from the island to the syncer."""
+    """For link faults: `up` is from the island to the syncer."""
     before_step: int | None = None
-    """Not done any more once the run has come this far."""
+    """The fault is skipped once the run has reached this step."""
 
     def __post_init__(self) -> None:
         kind = kind_named(self.kind)
         where = f"{self.kind} {self.part}"
         require(bool(re.fullmatch(r"island-\d+|syncer", self.part)), f"{where}: part", self.part, "island-N or syncer")
         if self.part not in ("syncer",) and not kind.of_islands:
-            raise ConfigError(f"{self.kind} is done to the syncer, got {self.part!r}")
+            raise ConfigError(f"{self.kind} applies to the syncer, got {self.part!r}")
         if self.part == "syncer" and not kind.of_syncer:
-            raise ConfigError(f"{self.kind} is done to an island, got 'syncer'")
+            raise ConfigError(f"{self.kind} applies to an island, got 'syncer'")
         if self.at_s is not None and self.at_step is not None:
             raise ConfigError(f"{where}: give at_s or at_step, not both")
         at_s, at_step = self.at_s or 0.0, self.at_step or 0
@@ -56,7 +56,9 @@ class Fault:
         require(at_step >= 0, f"{where}: at_step", self.at_step, ">= 0")
         require(self.for_s >= 0 and math.isfinite(self.for_s), f"{where}: for_s", self.for_s, ">= 0")
         require(self.direction in DIRECTIONS, f"{where}: direction", self.direction, f"one of {', '.join(DIRECTIONS)}")
-        require(kind.link or self.direction == "both", f"{where}: direction", self.direction, "left out: it is not a link's")
+        require(
+            kind.link or self.direction == "both", f"{where}: direction", self.direction, "left out: only link faults have one"
+        )
         if kind.amount is None:
             require(self.amount == 0, f"{where}: amount", self.amount, "left out")
         else:
@@ -69,7 +71,7 @@ class Fault:
 
     @property
     def what(self) -> str:
-        """How it is done, without when and to whom: `throttle 2mbps up`."""
+        """Kind and parameters, without part and time: `throttle 2mbps up`."""
         kind = KINDS[self.kind]
         words = [self.kind]
         if kind.amount is not None:
@@ -80,7 +82,7 @@ class Fault:
 
     @property
     def words(self) -> str:
-        """The whole fault in the short form, which reads back as the same fault."""
+        """The whole fault in short form; `parse_faults` reads it back as the same fault."""
         kind, *rest = self.what.split(" ", 1)
         words = " ".join([kind, self.part, *rest])
         if self.at_step is not None:
@@ -92,17 +94,17 @@ class Fault:
 
 @dataclass(frozen=True)
 class RandomFaults:
-    """Faults that come by chance to every island."""
+    """Random faults, drawn for every island."""
 
     mtbf_s: float
     """Mean time between failures of one island."""
     seed: int = 0
     return_s: float = 10.0
-    """Mean time for which a fault lasts."""
+    """Mean duration of a fault."""
     distribution: str = "exponential"
-    """Of that time: `exponential` or `fixed`."""
+    """Distribution of the duration: `exponential` or `fixed`."""
     kinds: tuple[str, ...] = ("kill",)
-    """Each as likely as the others."""
+    """Drawn with equal probability."""
     until_s: float = DAY_S
     until_step: int | None = None
 
@@ -115,7 +117,7 @@ class RandomFaults:
         require(self.until_step is None or self.until_step >= 1, "random.until_step", self.until_step, ">= 1")
         require(bool(self.kinds), "random.kinds", self.kinds, "at least one kind")
         for kind in self.kinds:
-            require(kind_named(kind).of_islands, "random.kinds", kind, "kinds that are done to islands")
+            require(kind_named(kind).of_islands, "random.kinds", kind, "kinds that apply to islands")
         most = MOST_FAULTS * self.mtbf_s
         require(self.until_s <= most, "random.until_s", self.until_s, f"at most {most:g} with this mtbf_s")
 
@@ -129,7 +131,7 @@ class RandomFaults:
             for_s = chance.expovariate(1 / self.return_s) if self.distribution == "exponential" else self.return_s
             if at_s >= self.until_s:
                 return faults
-            # At least a millisecond: 0 would mean for ever.
+            # At least a millisecond, because 0 means for ever.
             fault = Fault(kind, f"island-{island}", round(at_s, 3), for_s=max(0.001, round(for_s, 3)))
             faults.append(dataclasses.replace(fault, before_step=self.until_step))
             at_s += for_s
@@ -141,7 +143,7 @@ class Plan:
     random: RandomFaults | None = None
 
     def timed(self, islands: int) -> list[Fault]:
-        """Every fault of a run with this many islands, in the order in which they are looked at."""
+        """Every fault of a run with this many islands, in the order in which they are injected."""
         faults = list(self.faults)
         for fault in faults:
             check_part(fault, islands)
@@ -151,7 +153,7 @@ class Plan:
 
     @property
     def needs_proxy(self) -> bool:
-        """Faults of links need a proxy between islands and syncer."""
+        """Whether any fault needs the proxy between islands and syncer."""
         kinds = {fault.kind for fault in self.faults} | set(self.random.kinds if self.random else ())
         return any(KINDS[kind].link for kind in kinds)
 
@@ -162,7 +164,7 @@ def check_part(fault: Fault, islands: int) -> None:
 
 
 def order(fault: Fault) -> tuple[float, int, str, str, float]:
-    """By time, then those that wait for a step; what is left of the order is only there to be always the same."""
+    """Sort key: faults with a time first, then those with a step. The other fields make the order deterministic."""
     at_s = math.inf if fault.at_step is not None else fault.at_s or 0.0
     return (at_s, fault.at_step or 0, fault.part, fault.kind, fault.amount)
 

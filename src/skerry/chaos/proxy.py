@@ -1,7 +1,7 @@
-"""The links of a run on one machine: one port for each island, forwarded to the syncer, that can be made bad on purpose.
+"""A proxy between islands and syncer on one machine that can degrade each island's link: one forwarded port per island.
 
-Bytes are passed on unread, so TLS goes through as well. Each direction of a connection holds at most BUFFER_BYTES; when they
-are full nothing more is read, and the sender feels it. All connections of an island share its link's rate.
+Bytes are forwarded unread, so TLS works. Each direction of a connection buffers at most BUFFER_BYTES; a full buffer puts
+back-pressure on the sender. All connections of an island share its link's rate.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BUFFER_BYTES = 4 << 20
 LISTEN_AGAIN_S = 0.1
 CALL_S = 10.0
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER with no time: closing sends a reset and drops what is left."""
+"""SO_LINGER with a zero timeout: closing sends a reset and drops unsent data."""
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What one direction of a link is like."""
+    """Impairments of one direction of a link."""
 
     bytes_per_s: float | None = None
     delay_s: float = 0.0
@@ -45,20 +45,20 @@ class LinkState:
     cut: bool = False
     """Connections are reset and new ones refused."""
     drop: bool = False
-    """Bytes vanish; when it is over, the connections are reset."""
+    """Bytes are discarded. When this ends, the connections are reset."""
     up: Condition = Condition()
     down: Condition = Condition()
 
 
 class Link:
-    """One island's way to the syncer. Everything here runs on the proxy's event loop."""
+    """One island's link to the syncer. All methods run on the proxy's event loop."""
 
     def __init__(self, name: str, target: tuple[str, int], seed: int) -> None:
         self.name = name
         self.port = 0
         self.state = LinkState()
         self.changed = asyncio.Event()
-        """Replaced at every change of the state, so that whoever waits looks again."""
+        """Set, and replaced by a new event, at every change of the state, so that waiters recompute."""
         self._target = target
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
@@ -82,7 +82,7 @@ class Link:
         while not self.state.cut and self._server is None:
             try:
                 await self.listen()
-            except OSError:  # somebody has taken the port for a moment
+            except OSError:  # another process took the port; retry
                 await asyncio.sleep(LISTEN_AGAIN_S)
 
     def reset(self) -> None:
@@ -115,7 +115,7 @@ class Link:
             writer.close()
             onward.close()
         except (OSError, asyncio.CancelledError):
-            pass  # one side has gone, or the proxy closes: the other side is to notice, and does below
+            pass  # one side is gone or the proxy is closing; the reset below tells the other side
         finally:
             self._serving.discard(task)
             for one in (writer, onward):
@@ -129,27 +129,27 @@ class Link:
             pass
 
     async def _carry(self, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One direction of one connection, until its sender is done; raises when either side breaks."""
-        flight = _Flight()
-        sending = asyncio.ensure_future(self._send(way, flight, writer))
+        """Forward one direction of a connection until its sender is done. Raises if either side breaks."""
+        pipe = _Pipe()
+        sending = asyncio.ensure_future(self._send(way, pipe, writer))
         try:
             while data := await reader.read(PIECE_BYTES):
                 if self.state.drop:
                     continue
-                await flight.put(asyncio.get_running_loop().time(), self._damage[way].done_to(data, self._condition(way)))
+                await pipe.put(asyncio.get_running_loop().time(), self._damage[way].apply(data, self._condition(way)))
                 if sending.done():
                     break
-            await flight.put(asyncio.get_running_loop().time(), b"")
+            await pipe.put(asyncio.get_running_loop().time(), b"")
             await sending
         finally:
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await sending
 
-    async def _send(self, way: str, flight: _Flight, writer: asyncio.StreamWriter) -> None:
+    async def _send(self, way: str, pipe: _Pipe, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                since, data = await flight.get()
+                since, data = await pipe.get()
                 await self._wait_for_turn(way, since, len(data))
                 if not data:
                     if writer.can_write_eof():
@@ -159,7 +159,7 @@ class Link:
                     writer.write(data)
                     await writer.drain()
         finally:
-            flight.give_up()
+            pipe.give_up()
 
     async def _wait_for_turn(self, way: str, since: float, size_bytes: int) -> None:
         loop = asyncio.get_running_loop()
@@ -179,8 +179,8 @@ class Link:
         return self.state.up if way == "up" else self.state.down
 
 
-class _Flight:
-    """Bytes between the reader and the writer of one direction, in order, with the time at which they came."""
+class _Pipe:
+    """FIFO between reader and writer of one direction; each piece carries its arrival time."""
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[float, bytes]] = deque()
@@ -206,19 +206,19 @@ class _Flight:
         return since, data
 
     def give_up(self) -> None:
-        """Nobody takes anything any more."""
+        """The writer is gone: unblock the reader."""
         self._abandoned = True
         self._moved.set()
 
 
 class _Damage:
-    """Flips one bit in about every so many bytes."""
+    """Flips one random bit per `corrupt_every_bytes` on average."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._left: int | None = None
 
-    def done_to(self, data: bytes, condition: Condition) -> bytes:
+    def apply(self, data: bytes, condition: Condition) -> bytes:
         every = condition.corrupt_every_bytes
         if every is None:
             self._left = None
@@ -243,7 +243,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 class LinkProxy:
-    """The links of all islands, served by an event loop in a thread of its own."""
+    """The links of all islands, served by an event loop in its own thread."""
 
     def __init__(self, names: Sequence[str], target: tuple[str, int], seed: int = 0) -> None:
         self._loop = asyncio.new_event_loop()
@@ -258,7 +258,7 @@ class LinkProxy:
         return f"127.0.0.1:{self._links[name].port}"
 
     def set(self, name: str, state: LinkState) -> None:
-        """Returns once it is so; a link that is mended may need a moment longer to listen again."""
+        """Apply the state. A healed link may start listening again shortly after this returns."""
         link = self._links[name]
 
         async def become() -> None:
@@ -272,7 +272,7 @@ class LinkProxy:
             for link in self._links.values():
                 await link.close()
 
-        with contextlib.suppress(concurrent.futures.TimeoutError):  # the process ends, and the thread with it
+        with contextlib.suppress(concurrent.futures.TimeoutError):  # the daemon thread ends with the process
             self._do(close_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CALL_S)

@@ -1,4 +1,4 @@
-"""Puts what is done to a run on its tape. The syncer may be the one that is down, so this waits in a thread of its own."""
+"""Write faults and restarts to the run's tape. The syncer may be down, so a background thread retries until it accepts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Recorder:
         self._lost = 0
 
     def write(self, record: TapeRecord) -> None:
-        """Never waits. What does not fit any more is counted, and the count is written down at the end."""
+        """Queue a record without blocking. Records that do not fit are dropped; `close` reports how many."""
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
@@ -46,7 +46,7 @@ class Recorder:
             self._thread.join(LAST_S)
         lost = self._lost + self._waiting.qsize()
         if lost:
-            self._metrics.write("event", what="not on the tape", detail=f"{lost} faults or healings: the syncer was gone")
+            self._metrics.write("event", what="not on the tape", detail=f"{lost} records lost: the syncer could not be reached")
 
     def _work(self) -> None:
         while not self._closing.is_set():

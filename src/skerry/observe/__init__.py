@@ -1,4 +1,4 @@
-"""How a run is seen: its state from `metrics.jsonl`, on a terminal, in a log, in a plot."""
+"""Observe a run: read `metrics.jsonl` and the tape, and show them in a terminal, a log or a plot."""
 
 from __future__ import annotations
 

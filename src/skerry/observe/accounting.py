@@ -1,6 +1,6 @@
-"""What became of the islands' time: goodput, uptime, lost work, stalls and recoveries, from a run's records. Pure.
+"""Account for the islands' time: goodput, uptime, lost work, stalls and recoveries, computed from a run's metrics.
 
-The words are defined in docs/accounting.md. Records are those of `metrics.jsonl`, in their order; what is not known is ignored.
+docs/accounting.md defines the terms. The input is the records of `metrics.jsonl` in file order; unknown records are ignored.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 INJURIES = ("freeze", "cut", "drop")
-"""Faults after which an island's next merge is its recovery, besides its death."""
+"""Faults that start a recovery, as a death does: it ends at the island's next merge."""
 THAW_S = 3.0
-"""For so long after it was frozen an island's longest step is not held against it."""
+"""Seconds after a thaw in which long steps do not count as stalls."""
 
 
 @dataclass
 class IslandAccount:
     name: str
     allocated_s: float = 0.0
-    """From its first joining to the end of the run, or until it left for good."""
+    """From first joining until the end of the run, or until the island left for good."""
     alive_s: float = 0.0
-    """Of that, with a process of the island in the run that was not frozen."""
+    """Part of the allocated time in which a process of the island was in the run and not frozen."""
     useful_s: float = 0.0
-    """Of that, neither stalled nor lost."""
+    """Part of the alive time that was neither stalled nor lost."""
     stalled_s: float = 0.0
-    """Of alive time, what steps took beyond three times the usual."""
+    """Part of the alive time that steps took beyond three times their usual duration."""
     lost_s: float = 0.0
-    """In inner steps that no merge took before their process died."""
+    """Time spent on inner steps that were in no merge when their process died."""
     steps: int = 0
     longest_stall_s: float = 0.0
-    """The longest time between two inner steps of one process, freezing aside."""
+    """Longest time between two inner steps of one process, except while frozen."""
     step_time_s: float = 0.0
     deaths: int = 0
     merges: int = 0
@@ -39,19 +39,19 @@ class IslandAccount:
 
 @dataclass
 class Recovery:
-    """From an injury to the island's next merge."""
+    """An island's way from an injury to its next merge."""
 
     island: str
     what: str
     at: float
     seconds: float | None = None
     joined_after_s: float | None = None
-    """For one that was killed: how long it was down and starting, until its new process joined."""
+    """For a killed island: seconds until its new process joined."""
 
 
 @dataclass
 class _Life:
-    """One process of an island, as far as it has been heard of."""
+    """One process of an island, as of its last record."""
 
     session: str
     since: float
@@ -67,11 +67,11 @@ class RunAccount:
     recoveries: list[Recovery] = field(default_factory=list)
     merges: int = 0
     merges_alone: int = 0
-    """Of them, with one contributor while more than one island was asked."""
+    """Merges with one contributor although several islands were asked."""
     merged_share: float = 0.0
-    """Mean share of asked islands that were in a merge."""
+    """Mean share of the asked islands that contributed to a merge."""
     longest_pause_s: float = 0.0
-    """The longest time in which no island took a step."""
+    """Longest time in which no island took a step."""
 
     @property
     def goodput(self) -> float | None:
@@ -112,7 +112,7 @@ class RunAccount:
 
 
 class Accountant:
-    """Reads records one by one; `account` says how things stand."""
+    """Takes records one by one; `account` returns the account so far."""
 
     def __init__(self) -> None:
         self._account = RunAccount()
@@ -210,7 +210,7 @@ class Accountant:
             life.counted = max(life.counted, counted)
 
     def _end(self, name: str, at: float) -> None:
-        """A process is no more. What it did since its last merged contribution is lost."""
+        """A process has ended. Its work since its last merged contribution is lost."""
         life = self._lives.pop(name, None)
         if life is None:
             return

@@ -1,7 +1,7 @@
-"""The picture of a run in a terminal, fitted to the width and height there is.
+"""Lay out a run for the terminal, within its width and height.
 
-This owns layout and colour only: columns that do not fit are left out, least needed first, islands that do not fit are
-counted in one line, and no line ever wraps, because a wrapped line breaks redrawing in place.
+Columns that do not fit are left out, least important first. Islands that do not fit are counted in one line. Lines never wrap,
+because a wrapped line breaks redrawing in place.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from skerry.observe.status import IslandStatus, RunStatus
 
 EVENTS_SHOWN = 5
 EVENTS_KEPT = 2
-"""Events that keep their place when the terminal is too short for all islands."""
+"""Events still shown when the terminal is too short for all islands."""
 NAME_WIDTH = 20
 BAR_WIDTH = 10
-"""The narrowest useful progress bar; the run's name gives way to it."""
-_FIXED_LINES = 6  # two of header, an empty one, the table's titles, the run's line, and one left for the cursor
+"""Minimum width of the progress bar; the run's name is dropped to make room for it."""
+_FIXED_LINES = 6  # two header lines, a blank, the column titles, the merge line, and one for the cursor
 _GAP = 2
 _STATE_STYLES = {"training": "green", "waiting": "yellow", "away": "bold red", "left": "dim"}
 _PHASE_STYLES = {"gathering": "yellow", "running": "green", "closing": "cyan", "ended": "bold"}
@@ -35,9 +35,9 @@ class _Column(NamedTuple):
     title: str
     cell: Callable[[IslandStatus], str]
     width: int
-    """At least this wide, so that the table does not jump while numbers grow."""
+    """Minimum width, so that the table does not jump as numbers grow."""
     need: int
-    """Columns with the smallest need are left out first."""
+    """Columns with the smallest value are left out first."""
 
 
 _COLUMNS = (
@@ -81,7 +81,7 @@ class Frame:
 
 
 def _share_out(room: int, islands: int, events: int) -> tuple[int, int]:
-    """How many islands and events to show in that many lines; events cost an empty line, left-out islands one too."""
+    """How many islands and events fit into `room` lines. Events need a blank line, hidden islands a line of their own."""
     spare = room - islands - 1
     shown_events = min(events, EVENTS_SHOWN, max(spare, EVENTS_KEPT if room >= 3 * EVENTS_KEPT else 0))
     room -= shown_events + 1 if shown_events else 0
@@ -112,7 +112,7 @@ def _progress(status: RunStatus, width: int) -> RenderableType:
 
 
 def _numbers(status: RunStatus) -> list[tuple[str, str]]:
-    """Speed, time and quality, in the order in which they may be cut off."""
+    """Speed, time and validation loss. A narrow terminal cuts off the end."""
     parts = [] if status.phase == "ended" else [(f"{words.rate(status.tokens_per_s)} tok/s   ", "bold")]
     parts.append((words.duration(status.elapsed_s), ""))
     if status.left_s is not None:

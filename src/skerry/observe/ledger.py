@@ -1,19 +1,19 @@
-"""What became of every sample and every token, worked out from the tape alone and checked.
+"""Account for every sample and every token, computed and checked from the tape alone.
 
-Of samples: each time one is leased to a process, it ends as
-    applied     in a merged contribution of that process, to at least one fragment
-    dropped     trained on, or about to be, and in no merge: replaced by a merged version, refused, or given with a contribution
-                that was never merged
+Each time a sample is leased to a process, it ends as
+    applied     in a merged contribution of that process, for at least one fragment
+    dropped     in no merge although the process kept it: replaced by a merged version, refused, or part of a contribution that
+                was never merged
     returned    given back, to be leased again
     open        still held, or held when the run ended
 
-Of tokens, fragment by fragment, because a fragment is merged on its own: what was trained on is
+Tokens are counted per fragment, because fragments are merged separately. Tokens a process trained on are
     applied     in a merged contribution
-    replaced    not in one, because a merged version took its place first
-    lost        done after a process's last merged contribution, and then the process ended
-    open        the same of a process that goes on, or went on when the run ended
+    replaced    in no contribution, because a merged version overwrote them first
+    lost        trained on after the last merged contribution of a process that has ended
+    open        the same for a process that still runs
 
-The words are explained in docs/data.md. Everything that cannot be is a discrepancy, and is said.
+docs/data.md explains the terms. Every contradiction is reported as a discrepancy.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ KINDS = (
     records.TapeRecovered,
 )
 MUCH_REPLACED = 0.2
-"""Of τ out of H steps the work is replaced by design; so much of it is a sign that the settings do not fit."""
+"""Replaced share above which the summary warns. τ of every H steps are replaced by design; more suggests bad settings."""
 Span = tuple[int, int]
-"""From, to."""
+"""Start, stop."""
 
 
 @dataclass
 class Leasing:
-    """What one process was given and what became of it."""
+    """The leases and merged work of one process."""
 
     learner: str
     session: str
@@ -63,7 +63,7 @@ class Leasing:
     merged: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     """Fragment → tokens, counted over all the process trained on."""
     trained: int = 0
-    """Tokens, as far as they were reported."""
+    """Tokens, by the last report."""
     ended: bool = False
 
     @property
@@ -73,7 +73,7 @@ class Leasing:
 
 @dataclass
 class TokenAccount:
-    """Of one fragment."""
+    """What became of the trained tokens, for one fragment."""
 
     applied: int = 0
     replaced: int = 0
@@ -89,18 +89,18 @@ class Ledger:
     returned: int = 0
     open: int = 0
     numbers: dict[str, int] = field(default_factory=dict)
-    """Pool → how many different samples were ever leased."""
+    """Pool → number of distinct samples ever leased."""
     waiting: dict[str, int] = field(default_factory=dict)
-    """Pool → how many were given back and not leased again."""
+    """Pool → number of samples that were returned and not leased again."""
     trained: int = 0
     """Tokens all processes trained on."""
     tokens: list[TokenAccount] = field(default_factory=list)
     """What became of them, by fragment."""
     discrepancies: list[str] = field(default_factory=list)
     incomplete: bool = False
-    """Entries are missing on the tape, because the disk was full for long."""
+    """Records are missing from the tape, because the disk was full for too long."""
     recovered: bool = False
-    """The tape was damaged and lost entries. What follows from them cannot be checked."""
+    """The tape was damaged and lost records, so the sums cannot be checked."""
 
     @property
     def adds_up(self) -> bool:
@@ -127,15 +127,15 @@ class Ledger:
 
 
 class Auditor:
-    """Reads tape entries one by one, in their order."""
+    """Takes tape records one by one, in order."""
 
     def __init__(self, fragments: int) -> None:
         self._fragments = fragments
         self._leasings: dict[str, Leasing] = {}
         self._present: dict[str, str] = {}
-        """Learner → its present process."""
+        """Learner → session of its current process."""
         self._holders: dict[str, list[tuple[int, int, str | None]]] = defaultdict(list)
-        """Pool → all numbers ever leased, in order, and who holds them; nobody if they were given back."""
+        """Pool → every sample number ever leased, as ordered spans with the session that holds them; None once returned."""
         self._ended = False
         self._ledger = Ledger(tokens=[TokenAccount() for _ in range(fragments)])
 
@@ -165,11 +165,11 @@ class Auditor:
             self._ledger.recovered = True
 
     def trained(self, session: str, learner: str, tokens: int) -> None:
-        """How far a process got, by its last report."""
+        """Note how many tokens a process reported."""
         leasing = self._of(session, learner)
         leasing.trained = max(tokens, leasing.trained)
 
-    # ------------------------------------------------------------ entries
+    # ------------------------------------------------------------ records
 
     def _wrong(self, what: str) -> None:
         self._ledger.discrepancies.append(what)
@@ -184,7 +184,7 @@ class Auditor:
     def _leased(self, lease: records.Leased) -> None:
         leasing = self._of(lease.session, lease.learner)
         if lease.position != leasing.total:
-            self._wrong(f"{leasing.learner} was given position {lease.position} after {leasing.total}")
+            self._wrong(f"{leasing.learner} was leased position {lease.position}, expected {leasing.total}")
         leasing.given.append((lease.position, lease.pool, lease.start, lease.count))
         self._hand_over(lease.pool, (lease.start, lease.start + lease.count), None, leasing.session)
 
@@ -193,24 +193,26 @@ class Auditor:
         end = returned.position + sum(count for _, _, count in returned.ranges)
         leasing.returned.append((returned.position, end))
         if end != leasing.total:
-            self._wrong(f"{leasing.learner} gave back up to {end} of {leasing.total}")
+            self._wrong(f"{leasing.learner} returned samples up to {end}, but was leased {leasing.total}")
         for pool, start, count in returned.ranges:
             self._hand_over(pool, (start, start + count), leasing.session, None)
 
     def _hand_over(self, pool: str, numbers: Span, before: str | None, after: str | None) -> None:
-        """A number is held by one process at a time."""
+        """Move sample numbers from one holder to another, and check that `before` held them."""
         start, stop = numbers
         spans = self._holders[pool]
         frontier = spans[-1][1] if spans else 0
         if start > frontier or (stop > frontier and before is not None):
-            self._wrong(f"samples {start} to {stop} of pool {pool!r} are handed over, but only {frontier} were ever leased")
+            self._wrong(f"samples {start} to {stop} of pool {pool!r} change hands, but only {frontier} were ever leased")
         first = max(0, bisect.bisect(spans, start, key=lambda span: span[0]) - 1)
         last = bisect.bisect_left(spans, stop, key=lambda span: span[0])
         kept: list[tuple[int, int, str | None]] = []
         for a, b, holder in spans[first:last]:
             left, right = max(a, start), min(b, stop)
             if left < right and holder != before:
-                self._wrong(f"samples {left} to {right} of pool {pool!r} were held by {_short(holder)}, not {_short(before)}")
+                self._wrong(
+                    f"samples {left} to {right} of pool {pool!r} were held by {_short(holder)}, expected {_short(before)}"
+                )
             kept += [(x, y, holder) for x, y in ((a, min(b, start)), (max(a, stop), b)) if x < y]
         spans[first:last] = _joined([*kept, (start, stop, after)])
 
@@ -220,11 +222,11 @@ class Auditor:
             leasing.merged[merge.fragment].append((share.at_tokens - share.tokens, share.at_tokens))
             start, stop = share.samples
             if stop > leasing.total:
-                self._wrong(f"{leasing.learner} contributed samples up to {stop} and was given {leasing.total}")
+                self._wrong(f"{leasing.learner} contributed samples up to {stop}, but was leased {leasing.total}")
             if stop > start:
                 leasing.applied[merge.fragment].append((start, stop))
 
-    # ------------------------------------------------------------ the sum
+    # ------------------------------------------------------------ totals
 
     def ledger(self) -> Ledger:
         ledger = self._ledger
@@ -240,12 +242,11 @@ class Auditor:
         self._check_numbers()
         parts = ledger.applied + ledger.dropped + ledger.returned + ledger.open
         if ledger.leased != parts:
-            self._wrong(f"{ledger.leased} samples were leased, and {parts} have an end")
+            self._wrong(f"{ledger.leased} samples were leased, but {parts} are accounted for")
         again = ledger.returned - sum(ledger.waiting.values())
-        if ledger.leased - again != sum(ledger.numbers.values()):
-            self._wrong(
-                f"{ledger.leased} leased less {again} leased again are not the {sum(ledger.numbers.values())} there are"
-            )
+        distinct = sum(ledger.numbers.values())
+        if ledger.leased - again != distinct:
+            self._wrong(f"{ledger.leased} leases less {again} repeated ones do not match {distinct} distinct samples")
         return ledger
 
     def _add_samples(self, leasing: Leasing) -> None:
@@ -257,7 +258,7 @@ class Auditor:
         applied = _union(span for spans in leasing.applied.values() for span in spans)
         returned = _union(leasing.returned)
         if _length(applied) + _length(returned) != _length(_union([*applied, *returned])):
-            self._wrong(f"samples that {leasing.learner} gave back are in a merge of its own")
+            self._wrong(f"samples that {leasing.learner} returned are also in its own merged contributions")
         last = max([stop for _, stop in [*applied, *returned]], default=0)
         rest = leasing.total - last
         ledger = self._ledger
@@ -272,9 +273,7 @@ class Auditor:
             spans = leasing.merged[fragment]
             applied, last = _length(spans), max((stop for _, stop in spans), default=0)
             if last > leasing.trained:
-                self._wrong(
-                    f"{leasing.learner} trained on {leasing.trained} tokens, and {last} are said to be in fragment {fragment}"
-                )
+                self._wrong(f"{leasing.learner} trained on {leasing.trained} tokens, but fragment {fragment} contains {last}")
             account.applied += applied
             account.replaced += last - applied
             if leasing.ended or self._ended:
@@ -283,7 +282,7 @@ class Auditor:
                 account.open += leasing.trained - last
 
     def _check_numbers(self) -> None:
-        """No sample is applied by two processes."""
+        """Check that no sample was applied by two processes."""
         applied: dict[str, list[Span]] = defaultdict(list)
         for leasing in self._leasings.values():
             spans = _union(span for spans in leasing.applied.values() for span in spans)
@@ -304,13 +303,13 @@ class Auditor:
 
 
 def audit_run(folder: Path) -> Ledger:
-    """The ledger of a run folder, also beside a running syncer."""
+    """The ledger of a run folder. Safe while a syncer is running."""
     auditor = Auditor(len(read_identity(folder).layout.fragments))
     standing = read_tape(folder, KINDS, auditor.apply)
     for name, (session, _, _, tokens) in standing.sessions.items():
         auditor.trained(session, name, tokens)
     ledger = auditor.ledger()
-    # What the syncer itself counted must be the same.
+    # The syncer keeps its own counts; both must agree.
     if ledger.trained != standing.tokens:
         ledger.discrepancies.append(f"the syncer counted {standing.tokens} tokens, the tape {ledger.trained}")
     leases = Leases()
@@ -323,29 +322,31 @@ def audit_run(folder: Path) -> Ledger:
 
 
 def ledger_summary(ledger: Ledger, sizes: Sequence[int]) -> str:
-    """In a line or two, for the end of a run."""
+    """One or two lines for the end of a run."""
     if not ledger.trained:
         return ""
     shares = {word: _mean(ledger, word, sizes) / ledger.trained for word in ("applied", "replaced", "lost")}
     lines = [
-        f"in the model     {shares['applied']:.1%} of trained tokens; {shares['replaced']:.1%} replaced by a merge before they "
-        f"were in one, {shares['lost']:.1%} lost"
+        f"in the model     {shares['applied']:.1%} of trained tokens; {shares['replaced']:.1%} replaced by a merge first, "
+        f"{shares['lost']:.1%} lost"
     ]
     if shares["replaced"] > MUCH_REPLACED:
-        lines.append("                 exchanges are long beside sync.every steps: a larger one, or longer steps, keep more")
+        lines.append(
+            "                 exchanges take long compared with sync.every steps; raise sync.every, or make steps longer"
+        )
     if not ledger.adds_up:
         lines.append("                 THE LEDGER DOES NOT ADD UP: see skerry ledger")
     return "\n".join(lines)
 
 
 def _mean(ledger: Ledger, word: str, sizes: Sequence[int]) -> float:
-    """Over the whole model."""
+    """Mean of a token count over the whole model, weighted by fragment size."""
     whole = sum(sizes) or 1
     return float(sum(size * getattr(account, word) for size, account in zip(sizes, ledger.tokens, strict=True)) / whole)
 
 
 def ledger_lines(ledger: Ledger, sizes: Sequence[int]) -> str:
-    """For a terminal. `sizes` are the fragments' numbers of parameters."""
+    """The whole ledger as text. `sizes` are the numbers of parameters of the fragments."""
     lines = []
     if ledger.leased:
         lines.append(f"samples leased {ledger.leased:>16,}")
@@ -353,18 +354,18 @@ def ledger_lines(ledger: Ledger, sizes: Sequence[int]) -> str:
             lines.append(f"  {word:<12} {getattr(ledger, word):>16,}")
         for pool, count in ledger.numbers.items():
             where = f" of pool {pool}" if pool else ""
-            lines.append(f"different samples{where}: {count:,}, of which {ledger.waiting[pool]:,} wait to be leased again")
+            lines.append(f"distinct samples{where}: {count:,}, {ledger.waiting[pool]:,} waiting to be leased again")
     else:
-        lines.append("no samples were leased: the islands bring their own data")
+        lines.append("no samples were leased: the islands read their own data")
     lines.append(f"tokens trained {ledger.trained:>16,}   (mean over the model)")
     for word in ("applied", "replaced", "lost", "open"):
         mean = _mean(ledger, word, sizes)
         share = f"{mean / ledger.trained:>7.2%}" if ledger.trained else ""
         lines.append(f"  {word:<12} {mean:>16,.0f} {share}")
     if ledger.incomplete:
-        lines.append("entries are missing on the tape, because the disk was full for long")
+        lines.append("records are missing from the tape, because the disk was full for too long")
     if ledger.recovered:
-        lines.append("the tape was damaged and lost entries: what they said is missing above, and sums cannot be checked")
+        lines.append("the tape was damaged and lost records: the numbers above are incomplete and cannot be checked")
         return "\n".join(lines)
     lines += [f"DOES NOT ADD UP: {what}" for what in ledger.discrepancies[:20]]
     if ledger.adds_up:

@@ -1,7 +1,6 @@
-"""A finished or running job as one picture: loss and traffic against tokens, with every failure marked.
+"""Plot a finished or running job: loss and traffic over tokens, with every failure marked.
 
-matplotlib is an optional extra and is imported only when a plot is asked for, through its Agg canvas, so that neither a
-display nor the global pyplot state is touched.
+matplotlib is an optional extra, imported lazily. The Agg canvas needs no display and leaves pyplot's global state alone.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from skerry.observe import text as words
 from skerry.observe.status import Event, RunStatus, natural_key, number, text
 
 ISLANDS_NAMED = 8
-"""With more islands than this the legend speaks of them all at once."""
+"""With more islands than this the legend has one entry for all of them."""
 POINTS = 1500
-"""More points than this in one line cannot be told apart in the picture."""
+"""Maximum number of points in one line; more cannot be distinguished."""
 AWAY_S = 8.0
-"""A longer silence of an island breaks its line instead of being bridged."""
+"""A longer gap between an island's records interrupts its line."""
 
-# The palette of Okabe and Ito, which survives colour blindness; black is kept for the global model, red for failures.
+# The colour-blind safe palette of Okabe and Ito. Black is reserved for the global model, red for failures.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D31", "#7B5EA7", "#A0A000")
 _LOST, _BACK, _GLOBAL, _GREY = "#D1341F", "#3A9D5D", "#111111", "#666666"
 _STYLE: Any = {
@@ -43,9 +42,9 @@ _STYLE: Any = {
     "grid.color": "#E4E4E4",
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
-    "text.parse_math": False,  # a name may hold a dollar sign
+    "text.parse_math": False,  # names may contain dollar signs
     "legend.frameon": True,
-    "legend.framealpha": 1.0,  # or the marks would run through its words
+    "legend.framealpha": 1.0,  # otherwise the marks show through the text
     "legend.edgecolor": "white",
     "legend.fancybox": False,
     "legend.fontsize": 8,
@@ -53,8 +52,8 @@ _STYLE: Any = {
 
 
 @dataclass
-class _Story:
-    """What the picture shows, with times still in seconds."""
+class _PlotData:
+    """The data to plot, with times in seconds."""
 
     run: list[tuple[float, float]] = field(default_factory=list)
     """(at, tokens of the run)"""
@@ -80,32 +79,32 @@ _MARKS: dict[str, dict[str, Any]] = {
 
 
 def plot_run(metrics_path: Path | str, png_path: Path | str) -> bool:
-    """Draw the run. False, and no file, when matplotlib is not installed or there is nothing to draw yet."""
+    """Plot the run. Returns False and writes nothing if matplotlib is missing or there is no data yet."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    story = _read(MetricsTail(metrics_path).read())
-    if not story.run or not (story.validations or story.losses or story.result):
+    data = _read(MetricsTail(metrics_path).read())
+    if not data.run or not (data.validations or data.losses or data.result):
         return False
-    half_done = Path(f"{png_path}.part")
+    partial = Path(f"{png_path}.part")
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(8.0, 5.2), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
-        _draw(figure, story)
-        try:  # a viewer that has the picture open never meets half of one
-            figure.savefig(half_done, format="png")
-            os.replace(half_done, png_path)
+        _draw(figure, data)
+        try:  # atomically, for image viewers that reload
+            figure.savefig(partial, format="png")
+            os.replace(partial, png_path)
         except OSError as error:
-            half_done.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise StoreError(f"{png_path} cannot be written: {error.strerror}") from error
     return True
 
 
-def _read(records: Sequence[dict[str, Any]]) -> _Story:
-    story, status = _Story(), RunStatus()
+def _read(records: Sequence[dict[str, Any]]) -> _PlotData:
+    data, status = _PlotData(), RunStatus()
     seen_at: dict[str, float] = {}
     down: set[str] = set()
     for record in sorted(records, key=lambda record: number(record, "at") or 0.0):
@@ -115,10 +114,10 @@ def _read(records: Sequence[dict[str, Any]]) -> _Story:
         known_events = len(status.events)
         status.apply(record)
         if kind == "run":
-            story.run.append((at, status.tokens))
-            story.sent.append((at, status.sent_bytes))
+            data.run.append((at, status.tokens))
+            data.sent.append((at, status.sent_bytes))
         elif kind == "island" and (name := text(record, "island")):
-            island, line = status.islands[name], story.losses.setdefault(name, [])
+            island, line = status.islands[name], data.losses.setdefault(name, [])
             gone = at - seen_at.get(name, at) > AWAY_S
             seen_at[name] = at
             training = island.state == "training" and island.loss is not None
@@ -127,21 +126,21 @@ def _read(records: Sequence[dict[str, Any]]) -> _Story:
             if training:
                 line.append((at, island.loss or 0.0))
         elif len(status.events) > known_events and (mark := _mark(status.events[-1], down)):
-            story.marks.append((at, mark))
+            data.marks.append((at, mark))
     if seen_at:
-        story.sent.append((max(seen_at.values()), status.sent_bytes))
-    story.losses = {name: line for name, line in story.losses.items() if line}
-    story.validations = [(point.tokens, point.loss) for point in status.validations if point.loss is not None]
+        data.sent.append((max(seen_at.values()), status.sent_bytes))
+    data.losses = {name: line for name, line in data.losses.items() if line}
+    data.validations = [(point.tokens, point.loss) for point in status.validations if point.loss is not None]
     result = status.result
     if result is not None and result.validation_loss is not None:
-        story.result = (result.tokens, result.validation_loss, result.standard_error or 0.0)
+        data.result = (result.tokens, result.validation_loss, result.standard_error or 0.0)
     count = len(status.islands)
-    story.title = f"{words.one_line(status.algorithm)}, {count} island{'' if count == 1 else 's'}".lstrip(", ")
-    return story
+    data.title = f"{words.one_line(status.algorithm)}, {count} island{'' if count == 1 else 's'}".lstrip(", ")
+    return data
 
 
 def _mark(event: Event, down: set[str]) -> str:
-    """The mark of an event, if it has one. One failure is often told twice, as `killed` and later as `lost`."""
+    """The mark of an event, or "". A failure often has two events, `killed` and later `lost`; the first one is marked."""
     who = "syncer" if event.of_syncer else "island"
     name = who if event.of_syncer else event.island
     if event.what.endswith(("killed", "lost")):
@@ -153,15 +152,15 @@ def _mark(event: Event, down: set[str]) -> str:
     return f"{who} restarted" if event.what.endswith("restarted") else ""
 
 
-def _draw(figure: Any, story: _Story) -> None:
+def _draw(figure: Any, data: _PlotData) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    tokens_at = _interpolator(story.run)
-    for at, mark in story.marks:
+    tokens_at = _interpolator(data.run)
+    for at, mark in data.marks:
         for axes in (upper, lower):
             axes.axvline(tokens_at(at), alpha=0.7, zorder=1, **_MARKS[mark])
-    _draw_losses(upper, story, tokens_at)
-    if story.sent:
-        line = _thin(story.sent)
+    _draw_losses(upper, data, tokens_at)
+    if data.sent:
+        line = _thin(data.sent)
         xs, ys = [tokens_at(at) for at, _ in line], [sent for _, sent in line]
         lower.plot(xs, ys, color=_COLOURS[0], linewidth=1.3)
         lower.fill_between(xs, ys, color=_COLOURS[0], alpha=0.12, linewidth=0)
@@ -174,17 +173,17 @@ def _draw(figure: Any, story: _Story) -> None:
     lower.locator_params(axis="y", nbins=3)
     lower.set_xlabel("tokens of the run")
     lower.set_ylabel(f"sent [{y_unit or 'B'}]")
-    upper.set_title(story.title, loc="left", fontsize=9, color=_GREY)
+    upper.set_title(data.title, loc="left", fontsize=9, color=_GREY)
     figure.align_ylabels()
 
 
-def _draw_losses(axes: Any, story: _Story, tokens_at: Callable[[float], float]) -> None:
+def _draw_losses(axes: Any, data: _PlotData, tokens_at: Callable[[float], float]) -> None:
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     axes.set_ylabel("loss")
-    names = sorted(story.losses, key=natural_key)
+    names = sorted(data.losses, key=natural_key)
     for index, name in enumerate(names):
-        line = _thin(_smooth(story.losses[name]))
+        line = _thin(_smooth(data.losses[name]))
         label = name if len(names) <= ISLANDS_NAMED else f"{len(names)} islands" if index == 0 else None
         axes.plot(
             [tokens_at(at) for at, _ in line],
@@ -196,17 +195,17 @@ def _draw_losses(axes: Any, story: _Story, tokens_at: Callable[[float], float]) 
             zorder=2,
         )
     points = {"color": _GLOBAL, "zorder": 4}
-    if story.validations:
-        xs, ys = [tokens for tokens, _ in story.validations], [loss for _, loss in story.validations]
+    if data.validations:
+        xs, ys = [tokens for tokens, _ in data.validations], [loss for _, loss in data.validations]
         axes.plot(xs, ys, "o-", linewidth=1.6, markersize=4.5, label="global model, held-out", **points)
-    if story.result is not None:
-        tokens, loss, error = story.result
+    if data.result is not None:
+        tokens, loss, error = data.result
         axes.errorbar([tokens], [loss], yerr=[error], capsize=3, **points)
         label = f"at the end, {loss:.3f}" + (f" ± {error:.3f}" if error else "")
         axes.plot([tokens], [loss], "*", markersize=11, linestyle="none", label=label, **points)
-    for mark in [mark for mark in _MARKS if any(mark == seen for _, seen in story.marks)]:
+    for mark in [mark for mark in _MARKS if any(mark == seen for _, seen in data.marks)]:
         axes.plot([], [], label=mark, **_MARKS[mark])
-    if axes.get_ylim()[0] > 0:  # equal ratios look equal, so the long end of a run is not squeezed flat by its start
+    if axes.get_ylim()[0] > 0:  # a log scale keeps the end of a run readable despite the high loss at its start
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -216,18 +215,18 @@ def _draw_losses(axes: Any, story: _Story, tokens_at: Callable[[float], float]) 
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The unit in which a whole axis is written."""
+    """The unit for all labels of an axis."""
     return next(((size, unit) for size, unit in units if largest >= size), (1.0, ""))
 
 
 def _thin(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Every n-th point; breaks in the line are kept."""
+    """Keep every n-th point, and all gaps."""
     step = max(1, len(line) // POINTS)
     return [point for i, point in enumerate(line) if i % step == 0 or i == len(line) - 1 or math.isnan(point[1])]
 
 
 def _interpolator(track: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """Tokens of the run at a time, on a straight line between the times it is known."""
+    """A function from time to the run's tokens, by linear interpolation."""
     times = [at for at, _ in track]
 
     def tokens_at(at: float) -> float:
@@ -241,7 +240,7 @@ def _interpolator(track: Sequence[tuple[float, float]]) -> Callable[[float], flo
 
 
 def _smooth(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A running mean over about a fiftieth of the line, never across a break in it."""
+    """A moving average over about 1/50 of the line, never across a gap."""
     reach = min(12, len(line) // 100)
     smooth: list[tuple[float, float]] = []
     start = 0

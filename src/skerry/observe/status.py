@@ -1,8 +1,7 @@
-"""What is known about a run from the records read so far. Pure: no files, no clock, no terminal.
+"""The state of a run, computed from its metrics records. No files, clock or terminal.
 
-Records come from processes that may be newer, killed or restarted, so kinds and keys that are not known are ignored,
-values of the wrong type leave the old ones in place, and byte counters that begin again at zero go on from where they
-were.
+The writers may be newer versions, or processes that were killed and restarted. Therefore unknown kinds and keys are ignored, a
+value of the wrong type keeps the old one, and a byte counter that restarts at zero continues from its last total.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from typing import Any, TypeVar
 _Default = TypeVar("_Default", int, "int | None")
 
 RATE_WINDOW_S = 15.0
-"""Over how much of the past the run's tokens per second are taken."""
+"""Window of the run's tokens per second."""
 PAUSE_S = 60.0
-"""A longer silence than this means nobody was running: it does not count as time of the run."""
+"""A longer gap between records means that nothing was running; it does not count as run time."""
 
 
 @dataclass
 class ByteCount:
-    """A counter of a process that may be started again, made into one that only grows."""
+    """A monotonic total of a counter that restarts at zero with its process."""
 
     total: int = 0
     reported: int = 0
-    """What the process said last."""
+    """The last value from the process."""
 
     def report(self, value: int) -> None:
         self.total += value - self.reported if value >= self.reported else value
@@ -37,17 +36,17 @@ class ByteCount:
 
 @dataclass
 class IslandStatus:
-    """The last that was heard of one island."""
+    """The latest values of one island."""
 
     name: str
     state: str = "waiting"
-    """`waiting`, `training`, `away` or `left`; a newer writer may know others."""
+    """`waiting`, `training`, `away` or `left`; newer writers may use others."""
     step: int = 0
     tokens: int = 0
     tokens_per_s: float | None = None
     loss: float | None = None
     weight: float | None = None
-    """Its share in the last merge it was in."""
+    """The island's share of the last merge it contributed to."""
     merges: int = 0
     sent: ByteCount = field(default_factory=ByteCount)
     received: ByteCount = field(default_factory=ByteCount)
@@ -64,7 +63,7 @@ LINK_KINDS = ("contributions", "versions", "state_sent", "state_received", "cont
 
 @dataclass
 class LinkStatus:
-    """What an island's link carried and cost, over all of its processes."""
+    """Traffic and waiting time of an island's link, over all of its processes."""
 
     round_trip_s: float | None = None
     send_bytes_per_s: float | None = None
@@ -96,19 +95,19 @@ class LinkStatus:
 
     @property
     def waited_share(self) -> float | None:
-        """Of the time its steps took, what they waited for the exchange."""
+        """Share of the step time that was spent waiting for the exchange."""
         stepped = self.total("stepped_s") + self.total("waited_s")
         return self.total("waited_s") / stepped if stepped else None
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to the run."""
+    """An event of the run."""
 
     elapsed_s: float
     what: str
     island: str
-    """Empty when it concerns the run or the syncer."""
+    """Empty if the event concerns the run or the syncer."""
     detail: str
 
     @property
@@ -118,18 +117,18 @@ class Event:
 
 @dataclass(frozen=True)
 class ValidationPoint:
-    """One look at the global model."""
+    """One validation of the global model."""
 
     elapsed_s: float
     tokens: int
     step: int
     loss: float | None
-    """None when it was not a number."""
+    """None if it was not finite."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came out of a finished run."""
+    """The result of a finished run."""
 
     validation_loss: float | None
     standard_error: float | None
@@ -139,7 +138,7 @@ class Result:
 
 
 class RunStatus:
-    """The state of a run, moved forward by `apply`."""
+    """The state of a run, updated record by record with `apply`."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -164,7 +163,7 @@ class RunStatus:
         self._track: deque[tuple[float, int]] = deque()
 
     def apply(self, record: Mapping[str, Any]) -> None:
-        """Take in one record."""
+        """Update the state with one record."""
         at = number(record, "at")
         take = {
             "run": self._take_run,
@@ -179,7 +178,7 @@ class RunStatus:
         if self._last_at is None:
             self._last_at = at
         gap_s = at - self._last_at
-        if gap_s > 0:  # processes write side by side, so times may step back a little
+        if gap_s > 0:  # several processes write, so times may go back a little
             self.elapsed_s += gap_s if gap_s <= PAUSE_S else 0.0
             self._last_at = at
         take(record, at)
@@ -190,12 +189,12 @@ class RunStatus:
 
     @property
     def participation(self) -> float | None:
-        """Share of the asked learners that were in a merge, averaged over all merges on record."""
+        """Share of the asked learners that contributed, averaged over all merges on record."""
         return self._share_sum / self._shares_seen if self._shares_seen else self.recent_participation
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over the last seconds; None until two counts of tokens are known."""
+        """Rate over the last RATE_WINDOW_S; None until two token counts are known."""
         if len(self._track) < 2:
             return None
         (first_at, first), (last_at, last) = self._track[0], self._track[-1]
@@ -203,12 +202,12 @@ class RunStatus:
 
     @property
     def progress(self) -> float | None:
-        """Share of the budget that is used; None without a budget."""
+        """Share of the budget that is spent; None without a budget."""
         return min(1.0, self.tokens / self.budget_tokens) if self.budget_tokens > 0 else None
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end of the budget at the present rate; None where there is no saying."""
+        """Seconds until the budget is spent at the current rate; None if unknown."""
         rate = self.tokens_per_s
         if self.budget_tokens <= 0 or not rate or self.phase in ("closing", "ended"):
             return None
@@ -239,13 +238,13 @@ class RunStatus:
         return sum(event.what.endswith("restarted") and event.of_syncer for event in self.events)
 
     def sorted_islands(self) -> list[IslandStatus]:
-        """By name, with numbers in it read as numbers: island-2 comes before island-10."""
+        """Islands in natural order: island-2 comes before island-10."""
         return [self.islands[name] for name in sorted(self.islands, key=natural_key)]
 
     def _take_run(self, record: Mapping[str, Any], at: float) -> None:
         phase = text(record, "phase") or self.phase
         if self.phase == "ended" and phase in ("gathering", "running"):
-            self.result = None  # the run was taken up again
+            self.result = None  # the run was resumed
         self.phase = phase
         self.algorithm = text(record, "algorithm") or self.algorithm
         self.step = count(record, "step", self.step)
@@ -261,7 +260,7 @@ class RunStatus:
 
     def _follow_tokens(self, at: float) -> None:
         if self._track and self.tokens < self._track[-1][1]:
-            self._track.clear()  # a restarted syncer took the run back to what it had stored
+            self._track.clear()  # a restarted syncer went back to its stored state
         if self._track and at <= self._track[-1][0]:
             return
         self._track.append((at, self.tokens))
@@ -306,7 +305,7 @@ class RunStatus:
         self.events.append(event)
         if not event.island or event.of_syncer:
             return
-        # A killed island cannot say so itself, and its silence is noticed only seconds later.
+        # The syncer notices a killed island only after seconds of silence.
         if what in ("killed", "lost"):
             self._island(event.island).state = "away"
         elif what == "left":
@@ -328,24 +327,24 @@ class RunStatus:
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """A finite number of a record, or None."""
+    """The finite number under this key, or None."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond what a float holds
+    except OverflowError:  # an integer too large for a float
         return None
 
 
 def count(record: Mapping[str, Any], key: str, default: _Default) -> int | _Default:
-    """A whole number >= 0 of a record, or the default."""
+    """The non-negative integer under this key, or the default."""
     value = number(record, key)
     return default if value is None or value < 0 else int(record[key])
 
 
 def text(record: Mapping[str, Any], key: str) -> str | None:
-    """A string of a record, or None."""
+    """The string under this key, or None."""
     value = record.get(key)
     return value if isinstance(value, str) else None
 

@@ -1,6 +1,6 @@
-"""A run in plain words: numbers as people read them, one line of progress, the summary at the end.
+"""Format a run as text: numbers, progress lines and the summary at the end.
 
-Everything here returns text without control characters, whatever the records hold; colours and layout are the view's.
+No function returns control characters, whatever the records contain. Colours and layout belong to the view.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from skerry.observe.accounting import RunAccount
 from skerry.observe.status import Event, RunStatus, ValidationPoint
 
 LOSSES_LISTED = 8
-"""With more islands than this a progress line gives the range of their losses, not each."""
+"""With more islands than this a progress line shows the range of losses instead of each one."""
 _SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def tokens_of(tokens: int, budget_tokens: int) -> str:
-    """Both in the unit of the larger: `0.77M/2.50M`; without a budget `0.77M`."""
+    """`0.77M/2.50M`, both in the unit of the larger; without a budget `0.77M`."""
     largest = max(tokens, budget_tokens)
     size, unit = next(((size, unit) for size, unit in _SCALES if largest >= size), (1.0, ""))
     digits = 2 if unit else 0
@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Rounded, but 100% only when it is all."""
+    """Rounded, but 100% only if the share is 1."""
     return f"{min(round(share * 100), 99 if share < 1 else 100)}%"
 
 
@@ -65,7 +65,7 @@ def loss(value: float | None, digits: int = 2) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with line breaks and control characters made into spaces: a record must not steer a terminal."""
+    """Replace line breaks and control characters by spaces: a record must not control the terminal."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
@@ -77,7 +77,7 @@ def describe(event: Event) -> str:
 
 
 def describe_validation(point: ValidationPoint) -> str:
-    found = "is not a number" if point.loss is None else f"{point.loss:.4f}"
+    found = "is not finite" if point.loss is None else f"{point.loss:.4f}"
     return f"validation loss {found} at {tokens_of(point.tokens, 0)} tokens, step {point.step}"
 
 
@@ -86,7 +86,7 @@ def stamp(elapsed_s: float) -> str:
 
 
 def progress_line(status: RunStatus) -> str:
-    """One log line: how far, how fast, how good, and who takes part."""
+    """One log line: progress, speed, losses and participation."""
     parts = [one_line(status.phase)] if status.phase not in ("", "running") else []
     if status.progress is not None:
         parts.append(f"{percent(status.progress):>3}")
@@ -110,7 +110,7 @@ def progress_line(status: RunStatus) -> str:
 
 
 def summary(status: RunStatus) -> str:
-    """What a run came to, for the end of its output."""
+    """The results of a run, for the end of its output."""
     result = status.result
     if result is None:
         last = status.latest_validation
@@ -124,7 +124,7 @@ def summary(status: RunStatus) -> str:
     pace = f" ({rate(tokens / seconds)} tok/s)" if seconds > 0 else ""
     merges = str(status.merges)
     if status.merges and status.participation is not None:
-        merges += f", {status.participation:.1%} of those asked took part"
+        merges += f", {status.participation:.1%} of the asked islands took part"
     lines = [
         f"validation loss  {found}",
         f"tokens           {tokens_of(tokens, 0)}",
@@ -139,22 +139,22 @@ def summary(status: RunStatus) -> str:
 
 
 def link_lines(status: RunStatus) -> str:
-    """What each island's link carried and cost."""
+    """Traffic and waiting time of each island's link."""
     islands = [island for island in status.sorted_islands() if island.link.known]
     if not islands:
         return ""
     shares = [share for island in islands if (share := island.link.waited_share) is not None]
-    lines = [f"links            {_percent(max(shares, default=None))} of an island's time at most went by in waiting for them"]
+    lines = [f"links            islands waited for them at most {_percent(max(shares, default=None))} of their time"]
     for island in islands:
         link = island.link
-        way = f"{milliseconds(link.round_trip_s)} there and back"
+        latency = f"round trip {milliseconds(link.round_trip_s)}"
         speed = f"{size(link.send_bytes_per_s or 0)}/s up, {size(link.receive_bytes_per_s or 0)}/s down"
         queued = f"queued {milliseconds(link.queue_s or 0)}"
         state = link.total("state_sent") + link.total("state_received")
         control = link.total("control_sent") + link.total("control_received")
         carried = [f"{size(link.total('contributions'))} contributions", f"{size(link.total('versions'))} versions"]
         carried += [f"{size(state)} optimizer state"] if state else []
-        lines.append(f"  {island.name:<14} {way}; {speed}; {queued}; {', '.join(carried)}, {size(control)} control")
+        lines.append(f"  {island.name:<14} {latency}; {speed}; {queued}; {', '.join(carried)}, {size(control)} control")
     return "\n".join(lines)
 
 
@@ -163,13 +163,13 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def account_lines(account: RunAccount) -> str:
-    """What became of the islands' time. docs/accounting.md says what the words mean."""
+    """The account of the islands' time. docs/accounting.md defines the terms."""
     if not account.islands:
         return ""
     lines = [
         f"goodput          {_percent(account.goodput)} of allocated island time, {_percent(account.goodput_alive)} while alive",
-        f"uptime           {_percent(account.uptime)}; no island stepped for {account.longest_pause_s:.1f} s at the longest",
-        f"merged alone     {account.merges_alone} of {account.merges} merges; in the mean {account.merged_share:.1%} took part",
+        f"uptime           {_percent(account.uptime)}; longest pause of all islands {account.longest_pause_s:.1f} s",
+        f"merged alone     {account.merges_alone} of {account.merges} merges; on average {account.merged_share:.1%} took part",
     ]
     for island in account.islands.values():
         stall = f"stall {island.longest_stall_s:.2f} s"
@@ -183,7 +183,7 @@ def account_lines(account: RunAccount) -> str:
     if account.recoveries:
         longest = f", at most {max(back):.1f} s until the next merge" if back else ""
         rejoined = [r.seconds - r.joined_after_s for r in account.recoveries if r.seconds and r.joined_after_s]
-        after = f", {max(rejoined):.1f} s of it after joining again" if rejoined else ""
+        after = f", at most {max(rejoined):.1f} s after joining again" if rejoined else ""
         lines.append(f"recoveries       {len(back)} of {len(account.recoveries)} injuries{longest}{after}")
     return "\n".join(lines)
 
@@ -202,5 +202,5 @@ def _restarts(status: RunStatus) -> str:
 
 
 def _readable(line: str) -> str:
-    """A line a model wrote: its indentation kept, what cannot be shown replaced."""
+    """A line of model output: indentation kept, unprintable characters replaced."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line.expandtabs(4))

@@ -1,7 +1,7 @@
-"""A running job on the screen: a table that is redrawn in a terminal, log lines everywhere else.
+"""Show a running job: a table redrawn in place in a terminal, log lines everywhere else.
 
-A view only shows a `RunStatus`; it reads no files and keeps no time. Losing the screen must never end a run, so once
-writing fails a view falls silent.
+A view only shows a `RunStatus`; it reads no files and no clock. A lost terminal must not end the run, so after a failed write a
+view stops writing.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from skerry.observe.frame import Frame
 from skerry.observe.status import RunStatus
 
 PLAIN_INTERVAL_S = 5.0
-"""Seconds of the run between two log lines of progress."""
+"""Run time between two progress lines."""
 
 
 class View(ABC):
-    """Shows a run. `update` is called a few times a second with the same, growing status."""
+    """Shows a run. `update` is called a few times per second with the same, growing status."""
 
     @abstractmethod
     def update(self, status: RunStatus) -> None: ...
 
     @abstractmethod
     def say(self, line: str) -> None:
-        """Print text that stays, above what is redrawn; also after `close`."""
+        """Print text that stays above the redrawn part. Also works after `close`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the last state on the screen. May be called twice."""
+        """Stop redrawing and leave the last state on the screen. Idempotent."""
 
     def __enter__(self) -> View:
         return self
@@ -44,14 +44,14 @@ class View(ABC):
 
 
 def open_view(stream: TextIO) -> View:
-    """A live table if the stream is a terminal that can show one, else log lines."""
+    """A live table if the stream is a capable terminal, otherwise log lines."""
     encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
     capable = stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb") and encoding.startswith("utf")
     return LiveView(stream) if capable else PlainView(stream)
 
 
 class PlainView(View):
-    """Log lines without control characters: progress now and then, each event and validation once."""
+    """Log lines without control characters: progress at intervals, each event and validation once."""
 
     def __init__(self, stream: TextIO, interval_s: float = PLAIN_INTERVAL_S) -> None:
         self._stream: TextIO | None = stream
@@ -81,11 +81,11 @@ class PlainView(View):
         try:
             self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
-        except (OSError, ValueError):  # the reader of a pipe went away, or the stream was closed
+        except (OSError, ValueError):  # the pipe's reader is gone, or the stream is closed
             self._stream = None
 
     def close(self) -> None:
-        pass  # every line was flushed as it was written
+        pass  # every line is already flushed
 
 
 class LiveView(View):
@@ -104,7 +104,7 @@ class LiveView(View):
                 self._live = Live(console=self._console, auto_refresh=False)
                 self._live.start()
             self._live.update(Frame(status), refresh=True)
-        except (OSError, ValueError):  # the terminal went away
+        except (OSError, ValueError):  # the terminal is gone
             self._lost = True
 
     def say(self, line: str) -> None:
