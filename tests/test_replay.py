@@ -49,8 +49,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not (run / "address").exists():
             return False
         kinds = tape_kinds(run)
-        happened = kinds.count("fault") >= CHAOS.count("@") and kinds.count("syncer_started") >= 2
-        return happened and kinds[::-1].index("fault") > 100 and kinds.count("merged") > 40
+        happened = kinds.count("fault_injected") >= CHAOS.count("@") and kinds.count("syncer_started") >= 2
+        return happened and kinds[::-1].index("fault_injected") > 100 and kinds.count("merged") > 40
 
     try:
         poll(enough, "all that was planned for the run", 120)
