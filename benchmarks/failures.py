@@ -3,7 +3,7 @@
     python benchmarks/failures.py [--quick] [--plan PLAN.toml] [--tokens 4000000]
 
 The runs are twice as long as the default, so that there are enough deaths to count. Both end at the same number of tokens. The
-numbers of the second come from its account (docs/accounting.md).
+numbers of the second come from its account (docs/operate.md).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ command line with its dotted name, which takes precedence over the file:
 
 `skerry train --settings` lists all settings with their defaults.
 
---chaos says what is to go wrong: a plan file, or words (docs/chaos.md). Faults of links need a proxy between islands and
+--chaos says what is to go wrong: a plan file, or words (docs/operate.md). Faults of links need a proxy between islands and
 syncer, which such a plan puts there; --proxy does so without a plan, for `skerry chaos` later:
 
   skerry train configs/default.toml --chaos "kill island-2 @ step 120, freeze island-1 @ 30s for 5s"

@@ -41,6 +41,7 @@ class Closing(TapeRecord):
     """The run closes: everyone stops, and every fragment is merged once more."""
 
     why: str
+    """`budget` or `requested`."""
     step: int
     tokens: int
 
@@ -64,6 +65,7 @@ class Joined(TapeRecord):
     learner: str
     session: str
     slot: int
+    """Its number among the live learners, from 0."""
     resumed: bool
     step: int
     platform: str = ""
@@ -174,6 +176,7 @@ class Dropped(TapeRecord):
     fragment: int
     round: int
     lost: tuple[str, ...]
+    """Learners whose contributions were lost."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,7 @@ class Merged(TapeRecord):
     presence: float
     """The progress was scaled by this, because asked learners were missing."""
     asked: int = 0
+    """Learners that were asked or answered."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,9 @@ class MergeFailed(TapeRecord):
     round: int
     reason: str
     times: int = 1
+    """Failures in a row."""
     until: float | None = None
+    """Time of the last one, in Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +262,7 @@ class Diverged(TapeRecord):
     step: int
     rolled_back: bool
     loss: float | None = None
+    """Median loss over the learners, above the limit."""
     best: float | None = None
     good_step: int | None = None
     why: str | None = None
@@ -329,6 +336,7 @@ class SnapshotTaken(TapeRecord):
     """A consistent copy of the whole run was kept."""
 
     number: int
+    """Name of its folder in `snapshots/`."""
     step: int
     tokens: int
     islands: tuple[tuple[str, str], ...]
@@ -357,6 +365,7 @@ class Repaired(TapeRecord):
     """Something in the run folder was missing or damaged when it was opened."""
 
     what: str
+    """One line: what was wrong, and what that cost."""
 
 
 @dataclass(frozen=True)
@@ -365,6 +374,7 @@ class Recovered(TapeRecord):
 
     fragment: int
     lost: int
+    """The damaged version."""
     version: int
     source: str
     """Where its values came from: an island's name, or an older state in words."""
@@ -385,6 +395,7 @@ class TapeGap(TapeRecord):
     missing: dict[str, int]
     """How many of each kind."""
     until: float
+    """Time of the last record dropped, in Unix seconds."""
 
 
 # ---------------------------------------------------------------- shards and faults
@@ -410,6 +421,7 @@ class FaultInjected(TapeRecord):
     """Chaos did something to a part of the run on purpose."""
 
     part: str
+    """`syncer` or the name of an island."""
     fault: str
     detail: str
     words: str

@@ -1,6 +1,6 @@
 """Account for the islands' time: goodput, uptime, lost work, stalls and recoveries, computed from a run's metrics.
 
-docs/accounting.md defines the terms. The input is the records of `metrics.jsonl` in file order; unknown records are ignored.
+docs/operate.md defines the terms. The input is the records of `metrics.jsonl` in file order; unknown records are ignored.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Tokens are counted per fragment, because fragments are merged separately. Tokens
     lost        trained on after the last merged contribution of a process that has ended
     open        the same for a process that still runs
 
-docs/data.md explains the terms. Every contradiction is reported as a discrepancy.
+docs/operate.md explains the terms. Every contradiction is reported as a discrepancy.
 """
 
 from __future__ import annotations

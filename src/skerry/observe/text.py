@@ -163,7 +163,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def account_lines(account: RunAccount) -> str:
-    """The account of the islands' time. docs/accounting.md defines the terms."""
+    """The account of the islands' time. docs/operate.md defines the terms."""
     if not account.islands:
         return ""
     lines = [
