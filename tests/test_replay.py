@@ -117,8 +117,8 @@ def test_a_tape_that_does_not_explain_the_weights_is_refused_at_the_first_differ
     shorter = copy(recorded, tmp_path / "shorter")
     share = tape(shorter, "merged")[-1]["shares"][0]
     for number, entry in enumerate(tape(shorter, "journaled")):
-        if entry["session"] == share["session"] and entry["upto"] >= share["at_step"]:
-            change(shorter, "journal", number, lambda entry: entry.update(upto=entry["from"]))
+        if entry["session"] == share["session"] and entry["until"] >= share["at_step"]:
+            change(shorter, "journaled", number, lambda entry: entry.update(until=entry["since"]))
     with pytest.raises(ReplayError, match="the tape does not say what island-. did in step"):
         list(Replay(shorter).run())
 
@@ -139,7 +139,7 @@ def test_a_journal_is_sent_until_it_is_durable() -> None:
     assert whole["data"] == [[1, [["", 4, 4]]]], "what follows on needs no words"
     journal.durable(4)
     rest = json.loads(journal.upto(6))
-    assert (rest["from"], rest["tokens"], rest["adopted"]) == (4, [[6, 300]], [[6, 1, 7, False]])
+    assert (rest["since"], rest["tokens"], rest["adopted"]) == (4, [[6, 300]], [[6, 1, 7, False]])
     journal.trained_on(7, [Range("", 99, 1), Range("", 0, 1), Range("", 1, 2)])
     assert json.loads(journal.upto(7))["data"] == [[7, [["", 99, 1], ["", 0, 3]]]], "those that touch are one"
 
@@ -150,9 +150,9 @@ def test_a_journal_says_where_the_optimizers_state_came_from_until_that_is_durab
     journal.restored("own", [("old", 1)], before.upto(1))
     for step in range(1, 4):
         journal.began_step(step, 0)
-        found = read_journal(journal.upto(step))
-        assert found is not None and (found["source"], found["origin"]) == ("own", [["old", 1]])
-        assert found["inherited"]["tokens"] == [[1, 5]]
+        found = read_journal(journal.upto(step), "island", "new")
+        assert found is not None and (found[0].source, found[0].origin) == ("own", (("old", 1),))
+        assert found[1] is not None and found[1].tokens == ((1, 5),)
     journal.durable(2)
     assert "source" not in json.loads(journal.upto(3))
 
@@ -173,9 +173,11 @@ def test_a_journal_that_nobody_takes_says_where_it_has_a_gap() -> None:
     assert len(found["tokens"]) < 20 and found["gaps"] == [[0, MOST_ENTRIES + 1]]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"from": 0, "upto": "x"}', '{"from":0,"upto":1,"adopted":[1]}', "x" * 2**21])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"since": 0, "until": "x"}', '{"since":0,"until":1,"adopted":[1]}', "x" * 2**21]
+)
 def test_what_is_no_journal_is_not_taken_for_one(text: str) -> None:
-    assert read_journal(text) is None
+    assert read_journal(text, "island", "new") is None
 
 
 def test_only_what_is_new_of_a_journal_is_written() -> None:
@@ -183,7 +185,7 @@ def test_only_what_is_new_of_a_journal_is_written() -> None:
     journal.adopted(2, 0, 1)
     for step in range(1, 5):
         journal.began_step(step, step)
-    found = read_journal(journal.upto(4))
+    found = read_journal(journal.upto(4), "island", "new")
     assert found is not None
-    assert newer(found, 2)["tokens"] == [[3, 3], [4, 4]] and newer(found, 2)["adopted"] == [[2, 0, 1, False]]
-    assert newer(found, 3)["adopted"] == []
+    assert newer(found[0], 2).tokens == ((3, 3), (4, 4)) and newer(found[0], 2).adopted == ((2, 0, 1, False),)
+    assert newer(found[0], 3).adopted == ()
