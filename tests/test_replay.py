@@ -77,7 +77,7 @@ def test_it_can_stop_anywhere_and_be_looked_at(recorded: Path, tmp_path: Path) -
     assert found.returncode == 0 and "10 outer steps came out as they were, bit for bit" in found.stdout, found.stderr
     early = load_file(tmp_path / "early.safetensors")
     replay = Replay(recorded)
-    assert [merged.data["version"] for merged in replay.run(10)] and replay.done == 10
+    assert [made.merge.version for made in replay.run(10)] and replay.done == 10
     for name, tensor in replay.model().items():
         assert torch.equal(tensor, early[name])
 

@@ -18,7 +18,7 @@ from test_learner import LOCK_STEP, OVERLAPPING, Killed, join, sgd, two_islands
 import skerry
 from skerry.config import SyncConfig
 from skerry.errors import RunFailed
-from skerry.learner import transfers
+from skerry.learner.transport import reachability
 from skerry.syncer.sharding import shard as shard_process
 from skerry.syncer.sharding.shards import spread
 from skerry.syncer.storage.run_folder import read_model
@@ -230,7 +230,7 @@ def test_islands_wait_for_shards_that_come_late_and_for_those_of_a_syncer_starte
 def test_an_island_says_once_which_shard_it_does_not_reach(
     folder: Path, start_syncer, start_shard, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr(transfers, "WARN_S", 0.0)
+    monkeypatch.setattr(reachability, "WARN_S", 0.0)
     caplog.set_level("DEBUG", logger="skerry.learner")
     skerry.create(folder, small_model(), DECOUPLED)
     syncer = start_syncer(folder, shards=2)
