@@ -805,7 +805,7 @@ def test_the_run_describes_itself(run_folder: Path, start_syncer) -> None:
     description = describe(syncer.address, None, timeout_s=10)
     assert description.protocol == PROTOCOL
     assert description.run_id == read_identity(run_folder).run_id
-    with pytest.raises(JoinRefused, match="no training job of its own"):
+    with pytest.raises(JoinRefused, match="has no training job"):
         describe_job(syncer.address, None, timeout_s=10)
 
 
