@@ -344,7 +344,7 @@ def test_the_same_progress_again_is_not_taken_for_new(pair_folder: Path, start_s
             assert reply.accepted == (step == 1)
             assert (await left.give(ask)).accepted
             await left.receive("announce")
-        assert "the same, bit for bit" in reply.reason
+        assert "bit for bit identical" in reply.reason
 
     play_pair(syncer.address, scenario)
     syncer.stop()
