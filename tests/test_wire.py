@@ -155,7 +155,7 @@ def changed(tensors: list[pb.Tensor], name: str, **changes: Any) -> list[pb.Tens
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (lambda t: without(t, "layer.bias"), "the run has tensor 'layer.bias' [4], this learner has not"),
+        (lambda t: without(t, "layer.bias"), "the run has tensor 'layer.bias' [4], this learner does not"),
         (
             lambda t: [*t, pb.Tensor(name="more", shape=[2], dtype="float32", rule="radial")],
             "this learner has tensor 'more' [2]",
@@ -167,7 +167,7 @@ def changed(tensors: list[pb.Tensor], name: str, **changes: Any) -> list[pb.Tens
         (lambda t: changed(t, "count", dtype="float32"), "'count' is int64 in the run and float32 here"),
         (lambda t: changed(t, "mean", dtype="int64"), "'mean' is float32 in the run and int64 here"),
         (lambda t: [t[1], t[0], *t[2:]], "tensor 0 is 'frozen' in the run and 'embedding.weight' here"),
-        (lambda t: [], "the run has tensor 'frozen' [3], this learner has not"),
+        (lambda t: [], "the run has tensor 'frozen' [3], this learner does not"),
     ],
     ids=["missing", "extra", "shape", "rank", "rule", "thawed", "float for int", "int for float", "order", "none at all"],
 )
