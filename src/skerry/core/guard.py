@@ -50,7 +50,7 @@ class SizeHistory:
 
 
 def why_unhealthy(history: SizeHistory, norm: float, steps: int, factor: float, repeated: bool = False) -> str | None:
-    """What is wrong with a contribution of this norm, or None."""
+    """Why a contribution of this norm is unhealthy, or None."""
     if not math.isfinite(norm):
         return "not finite, or beyond any plausible size"
     if repeated and norm > 0:

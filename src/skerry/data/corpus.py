@@ -39,7 +39,7 @@ class Corpus:
     vocab: int
     """Every token is below this."""
     tokenizer: Tokenizer
-    """The tokenizer of the tokens. For token files, the one that data.tokenizer names."""
+    """The tokenizer of the tokens. For token files, `data.tokenizer` names it."""
 
 
 def load_corpus(config: DataConfig, context: int = 1) -> Corpus:

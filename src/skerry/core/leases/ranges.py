@@ -251,7 +251,7 @@ class Leases:
             holding.forget_before(position)
 
     def of(self, name: str, session: str) -> Holding:
-        """The session's holding, or a new empty one that is not registered."""
+        """The session's holding, or an unregistered empty one."""
         holding = self.holdings.get(name)
         return holding if holding is not None and holding.session == session else Holding(session)
 

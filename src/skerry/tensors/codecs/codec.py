@@ -44,7 +44,7 @@ class Codec(Protocol):
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether the codec loses so much that the error must be fed back into later contributions."""
+        """Whether the codec is so lossy that the error must be fed back into later contributions."""
         ...
 
     @property
