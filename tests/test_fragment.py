@@ -381,10 +381,10 @@ def test_the_same_model_in_another_float_type_is_accepted() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda s: s[1:], "the run has tensor 'wte.weight' [50257, 768], this learner has not"),
+        (lambda s: s[1:], "the run has tensor 'wte.weight' [50257, 768], this learner does not"),
         (
             lambda s: [*s, TensorSpec("extra", (3,), "float32", "radial")],
-            "this learner has tensor 'extra' [3], the run has not",
+            "this learner has tensor 'extra' [3], the run does not",
         ),
         (lambda s: [dataclasses.replace(s[0], shape=(50304, 768)), *s[1:]], "[50257, 768] in the run and [50304, 768] here"),
         (lambda s: [dataclasses.replace(s[0], rule="fixed"), *s[1:]], "'wte.weight' is 'mean' in the run and 'fixed' here"),

@@ -635,7 +635,7 @@ def test_another_model_is_refused(folder: Path, start_syncer) -> None:
     skerry.create(folder, small_model(), DECOUPLED)
     model = nn.Linear(3, 3)
     before = tensors_of(model)
-    with pytest.raises(JoinRefused, match="model mismatch: the run has tensor '0.weight' \\[16, 6\\], this learner has not"):
+    with pytest.raises(JoinRefused, match="model mismatch: the run has tensor '0.weight' \\[16, 6\\], this learner does not"):
         join(start_syncer(folder).address, model, sgd(model))
     assert_same(tensors_of(model), before)
     poll(lambda: not learner_threads(), "threads to end")

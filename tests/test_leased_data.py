@@ -159,7 +159,7 @@ def test_islands_with_other_data_get_none(tmp_path: Path, start_syncer) -> None:
     next(iter(one.learner.sampler(50, batch=4)))
     with pytest.raises(ConfigError, match="pool '' has 50 samples in this run, b reads 51 samples"):
         next(iter(other.learner.sampler(51, batch=4)))
-    with pytest.raises(ConfigError, match="b reads data of another content or order"):
+    with pytest.raises(ConfigError, match="b reads data of different content or order"):
         next(iter(other.learner.sampler(50, batch=4, seed=1)))
     for island in (one, other):
         island.learner.detach()

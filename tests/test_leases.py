@@ -319,13 +319,13 @@ def test_an_island_that_is_away_keeps_its_leases_until_their_time_is_over() -> N
     assert (welcome.resumed, welcome.leased) == (False, 40), "others have its samples now: it starts over"
     run.send(Ready("a"))
     run.send(Reported("a", 16, 160, 0.1))
-    assert "are not its own" in str(run.give("a", 16, (0, 16), 160))
+    assert "are not leased to a" in str(run.give("a", 16, (0, 16), 160))
 
 
 def test_a_process_whose_leases_are_not_known_is_refused() -> None:
     run = Run()
     assert not [a for a in run.send(Hello("a", "stranger", 8, 80, (0,), leased=10)) if isinstance(a, Welcome)]
-    assert run.of("refused") == [{"learner": "a", "reason": "its leases are not known"}]
+    assert run.of("refused") == [{"learner": "a", "reason": "the syncer has no record of its leases"}]
 
 
 def test_the_place_of_one_that_gave_all_it_had_can_be_taken() -> None:
@@ -387,7 +387,7 @@ def test_samples_that_were_never_leased_cannot_be_contributed() -> None:
     run = Run()
     run.start("a", "first")
     run.send(Reported("a", 4, 40, 0.1))
-    assert "samples 0 to 41 of a are not its own: it was given 0 to 40" in str(run.give("a", 4, (0, 41), 40))
+    assert "samples 0 to 41 are not leased to a: it was given 0 to 40" in str(run.give("a", 4, (0, 41), 40))
 
 
 def test_a_read_of_another_regions_data_is_refused_and_recorded() -> None:

@@ -155,7 +155,7 @@ def changed(tensors: list[pb.Tensor], name: str, **changes: Any) -> list[pb.Tens
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (lambda t: without(t, "layer.bias"), "the run has tensor 'layer.bias' [4], this learner has not"),
+        (lambda t: without(t, "layer.bias"), "the run has tensor 'layer.bias' [4], this learner does not"),
         (
             lambda t: [*t, pb.Tensor(name="more", shape=[2], dtype="float32", rule="radial")],
             "this learner has tensor 'more' [2]",
@@ -167,7 +167,7 @@ def changed(tensors: list[pb.Tensor], name: str, **changes: Any) -> list[pb.Tens
         (lambda t: changed(t, "count", dtype="float32"), "'count' is int64 in the run and float32 here"),
         (lambda t: changed(t, "mean", dtype="int64"), "'mean' is float32 in the run and int64 here"),
         (lambda t: [t[1], t[0], *t[2:]], "tensor 0 is 'frozen' in the run and 'embedding.weight' here"),
-        (lambda t: [], "the run has tensor 'frozen' [3], this learner has not"),
+        (lambda t: [], "the run has tensor 'frozen' [3], this learner does not"),
     ],
     ids=["missing", "extra", "shape", "rank", "rule", "thawed", "float for int", "int for float", "order", "none at all"],
 )
@@ -344,7 +344,7 @@ def test_the_same_progress_again_is_not_taken_for_new(pair_folder: Path, start_s
             assert reply.accepted == (step == 1)
             assert (await left.give(ask)).accepted
             await left.receive("announce")
-        assert "the same, bit for bit" in reply.reason
+        assert "bit for bit identical" in reply.reason
 
     play_pair(syncer.address, scenario)
     syncer.stop()
@@ -805,7 +805,7 @@ def test_the_run_describes_itself(run_folder: Path, start_syncer) -> None:
     description = describe(syncer.address, None, timeout_s=10)
     assert description.protocol == PROTOCOL
     assert description.run_id == read_identity(run_folder).run_id
-    with pytest.raises(JoinRefused, match="no training job of its own"):
+    with pytest.raises(JoinRefused, match="has no training job"):
         describe_job(syncer.address, None, timeout_s=10)
 
 

@@ -2,7 +2,7 @@
 
     learner = skerry.join("syncer.example.org:7070", model, optimizer)
 
-The names below are loaded when they are first used, so that importing skerry (and `skerry --help`) does not import torch.
+Public names are imported lazily, so that `import skerry` and `skerry --help` do not import torch.
 """
 
 from __future__ import annotations

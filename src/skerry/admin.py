@@ -1,4 +1,4 @@
-"""One-off questions to a syncer, for callers without an event loop."""
+"""Blocking one-off calls to a syncer, for callers without an event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skerry.wire.service import SyncerStub
 
 
 def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunDescription:
-    """What the syncer at this address serves; keeps trying while it cannot be reached."""
+    """Ask the syncer at this address which run it serves. Retries until `timeout_s` while it is unreachable."""
     deadline = time.monotonic() + timeout_s
 
     async def ask() -> pb.RunDescription:
@@ -36,13 +36,13 @@ def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunD
 
 
 def close_run(address: str, tls: TLS | None, timeout_s: float = 10.0) -> None:
-    """Ask the syncer to end its run: one last merge of what everyone has."""
+    """Ask the syncer to end its run, with a last merge of everyone's progress."""
     run_id = describe(address, tls, timeout_s).run_id
     _call(address, tls, lambda stub: stub.close_run, pb.CloseRequest(run_id=run_id), timeout_s)
 
 
 def take_snapshot(address: str, tls: TLS | None, timeout_s: float = 600.0) -> dict[str, Any]:
-    """Ask the syncer for a snapshot, and wait until it is there. Gives what the syncer says about it."""
+    """Ask the syncer for a snapshot and wait until it is written. Returns the syncer's description of it."""
     run_id = describe(address, tls, 10.0).run_id
     reply = _call(address, tls, lambda stub: stub.snapshot, pb.SnapshotRequest(run_id=run_id), timeout_s)
     facts: dict[str, Any] = json.loads(reply.facts_json)
@@ -50,7 +50,7 @@ def take_snapshot(address: str, tls: TLS | None, timeout_s: float = 600.0) -> di
 
 
 def tell(address: str, tls: TLS | None, record: TapeRecord, timeout_s: float = 10.0) -> None:
-    """Put something that was done to the run from outside on its tape."""
+    """Add a record to the run's tape, for example that a fault was injected."""
     run_id = describe(address, tls, timeout_s).run_id
     request = pb.TellRequest(run_id=run_id, kind=record.kind, data_json=json.dumps(record.to_json()))
     _call(address, tls, lambda stub: stub.tell, request, timeout_s)
@@ -60,15 +60,16 @@ def _call(address: str, tls: TLS | None, method: Callable[[SyncerStub], Any], re
     async def ask() -> Any:
         async with open_channel(address, tls) as channel:
             with calls.wire_errors():
-                # A connection that is slow to come, or breaks before the request is sent, is tried again until the time is up.
+                # wait_for_ready retries connecting until the timeout.
                 return await method(SyncerStub(channel))(request, timeout=timeout_s, wait_for_ready=True)
 
     return run_here(ask())
 
 
 def describe_job(address: str, tls: TLS | None, timeout_s: float = 120.0) -> Config:
+    """Fetch the training job that the run at this address was created with."""
     description = describe(address, tls, timeout_s)
     if not description.job_json:
-        raise JoinRefused(f"the run at {address} has no training job of its own; its islands use skerry.join in their own loop")
+        raise JoinRefused(f"the run at {address} has no training job; its islands call skerry.join from their own loop")
     config: Config = from_json(Config, description.job_json)
     return config

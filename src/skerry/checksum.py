@@ -1,4 +1,4 @@
-"""Of everything that is sent or stored. Knows nothing of tensors, so that a process that only carries bytes starts at once."""
+"""The checksum of everything that is sent or stored. Does not import torch, so that a sidecar process starts quickly."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ _32_BITS = 0xFFFFFFFF
 
 
 def checksum(data: memoryview | bytes | bytearray, before: int = 0) -> int:
-    """32 bits of XXH3: everything that is sent or stored passes through here, so it has to be as fast as memory."""
+    """The low 32 bits of XXH3-64, which runs at memory speed. `before` is the seed: pass the checksum of earlier data to
+    chain them."""
     return xxhash.xxh3_64_intdigest(data, before) & _32_BITS
 
 
 def checksum_in_parts(parts: Iterable[bytes]) -> int:
-    """The same as `checksum` of all of them together."""
-    found = xxhash.xxh3_64()
+    """The `checksum` of the concatenated parts."""
+    digest = xxhash.xxh3_64()
     for part in parts:
-        found.update(part)
-    return found.intdigest() & _32_BITS
+        digest.update(part)
+    return digest.intdigest() & _32_BITS

@@ -1,4 +1,4 @@
-"""Time behind an interface: everything that waits or measures is given a Clock, so tests and simulations can move it."""
+"""Time as an injected dependency: code that waits or measures takes a Clock, so tests and simulations control time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that only go forward, from an arbitrary start."""
+    """Monotonic seconds since an arbitrary start."""
 
     def now(self) -> float: ...
 

@@ -1,7 +1,7 @@
-"""What a user can set: frozen dataclasses, read from one TOML file and dotted command-line overrides.
+"""The user's settings: frozen dataclasses, read from one TOML file and dotted command-line overrides.
 
-Checks live in `__post_init__`; what a file may leave to the command line is checked by `resolved`. Nothing here imports torch:
-the command line must answer `--help` at once.
+`__post_init__` checks each value. `resolved` checks the rest, such as settings that a file may leave to the command line.
+Nothing here imports torch, so that `skerry --help` answers quickly.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ def _require(ok: bool, name: str, value: object, requirement: str) -> None:
 
 @dataclass(frozen=True)
 class BeginConfig:
-    """How a run begins. Most of the gap to data-parallel training is made in the first tenth, where merging often pays."""
+    """Settings for the first part of a run. Most of the gap to data-parallel training arises in the first tenth, and merging
+    more often there closes it."""
 
     steps: int = 0
-    """Over how many steps of the run the beginning lasts; 0 means the run starts with its final settings."""
+    """Length of the beginning, in run steps. 0 starts the run with its final settings."""
     every: int = 4
-    """H at the very start; it doubles in equal stretches until it reaches sync.every. Much shorter than the time an
-    exchange takes is of no use: what an island does meanwhile is overwritten. Where begin_share gives the steps, 4 stands for
-    twice sync.overlap if that is more."""
+    """H at the start. It doubles in stages of equal length until it reaches sync.every. Values far below the duration of an
+    exchange do not help, because a merge overwrites the steps an island took during the exchange. If begin_share sets the
+    length, the default of 4 is raised to twice sync.overlap."""
     outer_lr: float = 1.0
-    """Outer learning rate at the very start; it moves to sync.outer_lr as H grows."""
+    """Outer learning rate at the start. It moves to sync.outer_lr as H grows."""
     outer_momentum: float = 0.0
-    """Outer momentum at the very start; it moves to sync.outer_momentum as H grows."""
+    """Outer momentum at the start. It moves to sync.outer_momentum as H grows."""
     islands: int = 0
-    """How many islands may train during the beginning; the others wait until it is over. 0 means all."""
+    """Number of islands that train during the beginning; the others wait until it is over. 0 means all."""
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "sync.begin.steps", self.steps, ">= 0")
@@ -58,67 +59,70 @@ class BeginConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """How islands and syncer exchange the model. All islands of a run are told these by the syncer."""
+    """How islands and syncer exchange the model. The syncer sends these settings to every island that joins."""
 
     fragments: int = 24
-    """P: into how many fragments the model is split."""
+    """P: number of fragments the model is split into."""
     every: int = 24
     """H: inner steps between two merges of the same fragment."""
     overlap: int = 2
-    """τ: inner steps an exchange may take while training goes on."""
+    """τ: inner steps an exchange may take while training continues."""
     quorum: int = 1
     """K: contributions a merge needs before its grace window opens; 0 means every live learner."""
     wait: bool = False
-    """Islands stop τ steps after a fragment was due until its merge has arrived (lock-step), instead of never waiting."""
+    """Lock-step: islands stop τ steps after a fragment was due until its merge has arrived. Without it they never wait."""
     grace: float = 0.9
-    """γ: share of the spare time of an exchange that a merge spends waiting for more contributions."""
+    """γ: share of an exchange's spare time that a merge spends waiting for more contributions."""
     merge: Literal["radial", "mean"] = "radial"
-    """Radial-directional averaging or the plain weighted mean; embeddings always use the plain mean."""
+    """Radial-directional averaging or the plain weighted mean. Embeddings always use the plain mean."""
     outer_lr: float = 0.5
     """Learning rate of the outer Nesterov step."""
     outer_momentum: float = 0.8
     """Momentum of the outer Nesterov step."""
     damp_absent: bool = True
-    """Scale the progress by the share of asked learners that are in the merge, so that one island cannot drag the model."""
+    """Scale a merge's progress by the share of asked learners that contributed, so that a single island cannot drag the
+    model."""
     outlier: float = 10.0
-    """Contributions this many times larger than the median of recent ones are not merged; 0 lets everything finite pass."""
+    """Contributions this many times larger than the recent median are not merged; 0 accepts every finite contribution."""
     rollback: float = 0.0
-    """If the loss that learners report stays above this many times its best level, the model is put back to what it was when
-    all was well; 0 means never. Needs learners that report a loss."""
+    """If the loss reported by learners stays above this many times its best level, the model is rolled back to the last good
+    copy; 0 disables it. Needs learners that report a loss."""
     strikes: int = 3
-    """After this many unhealthy contributions in a row a learner is in quarantine until it has sent as many healthy ones; 0
-    means never."""
+    """Unhealthy contributions in a row that put a learner in quarantine, and healthy ones that end it; 0 disables
+    quarantine."""
     staleness: int = 1
-    """How many versions behind the current one the base of a contribution may be."""
+    """How many versions old the base of a contribution may be."""
     adopt: Literal["overwrite", "blend", "carry"] = "overwrite"
-    """What an island does with a merged fragment: take it, mix it in, or add its progress since the snapshot to it."""
+    """What an island does with a merged fragment: replace its own values, mix the two, or add its own progress since the
+    snapshot on top."""
     blend: float = 0.5
-    """Share of the global value when adopt = "blend"."""
+    """Weight of the global value when adopt = "blend"."""
     send: CodecName = "bf16"
     """Encoding of contributions, which are differences to the version the learner holds."""
     publish: CodecName = "fp32"
-    """Encoding of merged fragments: values in fp32, differences to the version before in all others."""
+    """Encoding of merged fragments: values for fp32, differences to the previous version for all others."""
     feedback: Literal["auto", "always", "never"] = "auto"
-    """Whether what the encoding of a contribution leaves out is added to the next one. By itself for topk1 and topk3."""
+    """Error feedback: add what the encoding of a contribution loses to a later one. `auto` does so for topk1 and topk3."""
     start_with: int = 1
-    """How many learners must have joined before any of them starts training."""
+    """Learners that must have joined before any of them starts training."""
     budget_tokens: int = 0
-    """Tokens after which the run ends; 0 means it goes on until it is stopped."""
+    """Tokens after which the run ends; 0 means it runs until it is stopped."""
     silence_s: float = 10.0
-    """A learner not heard of for this long is no longer waited for or asked."""
+    """Seconds without a sign of life after which a learner is no longer asked or waited for."""
     ahead_s: float = 120.0
-    """For how long the data leased to a learner should last: it must never wait for more, not even while the syncer is away."""
+    """Seconds of training that the data leased to a learner should cover, so that it does not run out of data while the syncer
+    is down."""
     lease_s: float = 600.0
-    """Data leased to a learner that was given up (`silence_s`) and stays away for this long is given to others. If it returns,
-    it starts over."""
+    """Seconds after which the leased data of a lost learner (see `silence_s`) goes to others. If the learner returns later, it
+    starts over."""
     snapshot_every_s: float = 0.0
-    """How often a snapshot of the whole run is taken; 0 means only when it is asked for."""
+    """Seconds between snapshots of the whole run; 0 takes them only on request."""
     snapshots_kept: int = 3
-    """How many of the newest snapshots are kept."""
+    """Number of snapshots to keep; older ones are deleted."""
     pins: tuple[str, ...] = ()
-    """Data that only some may read, as "pool=region": leased to learners of that region alone."""
+    """Data pools that only one region may read, as "pool=region". They are leased only to learners of that region."""
     begin: BeginConfig = field(default_factory=BeginConfig)
-    """How the run begins, below."""
+    """Settings for the first part of the run, below."""
 
     def __post_init__(self) -> None:
         _require(self.fragments >= 1, "sync.fragments", self.fragments, ">= 1")
@@ -151,7 +155,7 @@ class SyncConfig:
         )
 
     def for_algorithm(self, algorithm: Algorithm) -> SyncConfig:
-        """The same settings with what defines the named algorithm put in place."""
+        """These settings with those that define the algorithm overridden."""
         if algorithm == "streaming":
             return dataclasses.replace(self, quorum=0, wait=True)
         if algorithm == "diloco":
@@ -161,22 +165,23 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The reference GPT. `size` picks a preset; any number given beside it replaces the preset's."""
+    """The reference GPT. `size` picks a preset; `layers`, `width` and `heads` override parts of it."""
 
     size: str = "1m"
-    """A preset by its number of parameters: 1m, 3m, 11m, 25m, 135m, ..."""
+    """Preset, named by its number of parameters: 1m, 3m, 11m, 25m, 50m, 135m, 350m or 1b."""
     layers: int = 0
-    """Blocks; 0 takes the preset's, as for the next two."""
+    """Number of blocks; 0 takes the preset's."""
     width: int = 0
-    """Of the residual stream."""
+    """Width of the residual stream; 0 takes the preset's."""
     heads: int = 0
-    """Of attention."""
+    """Attention heads; 0 takes the preset's."""
     context: int = 128
-    """Tokens a sequence holds."""
+    """Sequence length in tokens."""
     experts: int = 0
-    """Experts in place of each layer's MLP, of which every token uses `active`; 0 means one MLP for all tokens."""
+    """Experts per layer in place of the MLP; each token uses `active` of them. 0 means a dense MLP."""
     active: int = 2
-    """Experts that a token uses. Each is the dense MLP's width divided by this, so a token uses as many parameters."""
+    """Experts per token. Each expert has the dense MLP's width divided by this number, so a token uses as many parameters as in
+    a dense model."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads"):
@@ -190,26 +195,26 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     corpus: Literal["stdlib", "folder", "tokens"] = "stdlib"
-    """The standard library's own source, a folder of text files, or token files (.npy or raw little-endian integers)."""
+    """Python's standard library source, a folder of text files, or token files (.npy or raw little-endian integers)."""
     path: str = ""
     """The folder, for `folder` and `tokens`."""
     suffixes: tuple[str, ...] = (".txt", ".md", ".py")
-    """Which files of a folder are read."""
+    """Suffixes of the files to read, for `folder`."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face tokenizer.json."""
     held_out: float = 0.02
-    """Share of files kept for validation."""
+    """Share of the files held out for validation."""
     token_bytes: Literal[2, 4] = 2
-    """Width of raw token files."""
+    """Bytes per token in raw token files."""
     pinned: tuple[str, ...] = ()
-    """More folders of the same kind, each read by islands of one region alone, as "region=folder". Only they need it."""
+    """Additional folders that only one region reads, as "region=folder". Only islands of that region need the folder."""
 
     def __post_init__(self) -> None:
         _require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "in (0, 0.5)")
         _require(all("=" in pin for pin in self.pinned), "data.pinned", self.pinned, 'a list of "region=folder"')
 
     def pinned_folders(self) -> list[tuple[str, str]]:
-        """Region and folder of each."""
+        """(region, folder) of each pinned folder."""
         pairs = [pin.split("=", 1) for pin in self.pinned]
         return [(region, folder) for region, folder in pairs]
 
@@ -217,31 +222,31 @@ class DataConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     tokens: int = 2_500_000
-    """The run's budget: tokens trained on, over all islands."""
+    """Token budget of the run, summed over all islands."""
     batch: int = 8
-    """Sequences in one inner step of one island."""
+    """Sequences per inner step of one island."""
     accumulate: int = 1
-    """Micro-batches an inner step is split into."""
+    """Micro-batches per inner step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Of islands: AdamW, or Muon for matrices with AdamW for the rest."""
+    """Inner optimizer: AdamW, or Muon for matrices and AdamW for the rest."""
     lr: float = 3e-3
-    """The highest learning rate; tune it for data-parallel training."""
+    """Peak learning rate. Tune it for data-parallel training."""
     weight_decay: float = 0.1
-    """Of matrices."""
+    """Weight decay of matrices."""
     beta2: float = 0.95
-    """Of AdamW."""
+    """β₂ of AdamW."""
     warmup: float = 0.02
-    """Share of the budget over which the learning rate rises."""
+    """Share of the budget over which the learning rate warms up."""
     final_lr: float = 0.1
-    """Share of `lr` at which the cosine decay ends."""
+    """Final learning rate of the cosine decay, as a share of `lr`."""
     clip: float = 1.0
-    """Largest gradient norm; 0 switches clipping off."""
+    """Maximum gradient norm; 0 disables clipping."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of forward and backward passes; weights are always fp32."""
+    """Precision of the forward and backward pass. Weights are always fp32."""
     compile: bool = False
-    """Whether to use torch.compile."""
+    """Use torch.compile."""
     seed: int = 0
-    """Of initial weights and of the order of data."""
+    """Seed of the initial weights and the data order."""
 
     def __post_init__(self) -> None:
         _require(self.tokens >= 1, "train.tokens", self.tokens, ">= 1")
@@ -261,20 +266,20 @@ class IslandsConfig:
     count: int = 4
     """Islands that `skerry train` starts on this machine."""
     threads: int = 0
-    """CPU threads of one island; 0 shares the machine's cores out."""
+    """CPU threads per island; 0 divides the machine's cores evenly."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one. If there are several, `skerry train` gives them to
-    islands in turn, unless one is named."""
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` uses a GPU if there is one. With several GPUs `skerry train` assigns them to islands
+    in turn, unless one is named."""
     regions: tuple[str, ...] = ()
-    """Regions the islands that `skerry train` starts belong to, in turn; none by default."""
+    """Regions of the islands that `skerry train` starts, assigned in turn; none by default."""
     connections: int = 4
-    """Over how many connections an island's large fragments are spread; one alone cannot fill a long link."""
+    """Connections over which an island spreads large fragments. A single connection cannot fill a long-distance link."""
     cap_mbit: float = 0.0
-    """Mbit/s that one island may use each way; 0 means no limit."""
+    """Bandwidth limit of one island in each direction, in Mbit/s; 0 means no limit."""
     shards: int = 0
-    """Processes over which the syncer's fragments are spread; with 0 the syncer has all of them itself."""
+    """Shard processes that hold the fragments for the syncer; 0 keeps all fragments in the syncer process."""
     restarts: int = 20
-    """How often one island or the syncer is started again before the run is given up."""
+    """How often one island or the syncer is restarted before the run fails."""
 
     def __post_init__(self) -> None:
         _require(self.count >= 1, "islands.count", self.count, ">= 1")
@@ -288,13 +293,13 @@ class IslandsConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     every_tokens: int = 500_000
-    """How often the global model is validated while the run goes on."""
+    """Tokens trained between two validations of the global model."""
     tokens: int = 32_768
-    """Held-out tokens of one validation during the run."""
+    """Held-out tokens per validation during the run."""
     final_tokens: int = 131_072
-    """Held-out tokens of the last validation."""
+    """Held-out tokens in the final validation."""
     sample_tokens: int = 240
-    """Length of the sample the finished model writes; 0 for none."""
+    """Length of the text sample from the finished model, in tokens; 0 for none."""
 
     def __post_init__(self) -> None:
         _require(self.every_tokens >= 1, "eval.every_tokens", self.every_tokens, ">= 1")
@@ -308,13 +313,13 @@ class Config:
     """A whole training job."""
 
     algorithm: Algorithm = "decoupled"
-    """`decoupled` never waits; `streaming` and `diloco` go in lock-step; `dp` is plain data-parallel training."""
+    """`decoupled` never waits; `streaming` and `diloco` run in lock-step; `dp` is plain data-parallel training."""
     run: str = "runs/default"
-    """Folder of the run."""
+    """Run folder."""
     init: str = ""
-    """A safetensors file to start from, instead of fresh weights from train.seed."""
+    """A safetensors file with the initial weights. By default they are drawn from train.seed."""
     begin_share: float = 0.1
-    """Share of the budget the beginning lasts; sets sync.begin.steps when that is 0."""
+    """Length of the beginning as a share of the budget. Ignored if sync.begin.steps is set."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -327,9 +332,8 @@ class Config:
         _require(0 <= self.begin_share < 1, "begin_share", self.begin_share, "in [0, 1)")
 
     def resolved(self) -> Config:
-        """With everything derived filled in: the form that is written into the run folder."""
-        # Only now: the file may leave it to the command line.
-        data = self.data
+        """The config with derived settings filled in, as it is written to the run folder."""
+        data = self.data  # checked only here, because the command line may still set the path
         _require(data.corpus == "stdlib" or bool(data.path), "data.path", data.path, f"set for corpus {data.corpus!r}")
         sync = self.sync.for_algorithm(self.algorithm)
         step_tokens = self.train.batch * self.model.context * self.islands.count
@@ -338,8 +342,8 @@ class Config:
             steps = int(self.begin_share * self.train.tokens / step_tokens)
             first = begin.every
             if first == BeginConfig.every:
-                # Unlike a number that was asked for the default gives way, to a smaller H, and to a longer exchange: of merges
-                # that come more often than every 2τ steps most islands' work would be overwritten.
+                # The default adapts (an explicit value does not): at most sync.every, at least 2τ. More frequent merges would
+                # overwrite most of the islands' work.
                 first = min(max(first, 2 * sync.overlap), sync.every)
             begin = dataclasses.replace(begin, steps=steps, every=first)
         sync = dataclasses.replace(
@@ -353,7 +357,7 @@ class Config:
 
 
 def from_mapping(cls: type[Any], values: Mapping[str, Any], where: str = "") -> Any:
-    """A config dataclass from plain values; unknown keys and wrong types are errors that name the key."""
+    """Build a config dataclass from plain values. Raises ConfigError naming any unknown key or wrong type."""
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     arguments: dict[str, Any] = {}
@@ -388,7 +392,7 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
 
 
 def load(path: Path) -> Config:
-    """Read a TOML file."""
+    """Read a TOML file. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
@@ -402,11 +406,12 @@ def load(path: Path) -> Config:
 
 
 def to_json(config: object) -> str:
-    """A config dataclass as JSON that `from_json` reads back."""
+    """The config dataclass as JSON for `from_json`."""
     return json.dumps(dataclasses.asdict(typing.cast(Any, config)), indent=2)
 
 
 def from_json(cls: type[Any], text: str) -> Any:
+    """Build a config dataclass from JSON. Raises ConfigError."""
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:

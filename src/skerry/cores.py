@@ -1,4 +1,4 @@
-"""How many cores there are to work with."""
+"""The number of usable CPU cores."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def cores() -> int:
-    """Those that this process may use, which can be fewer than the machine has."""
+    """Cores this process may use. An affinity mask can make that fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever dies in between."""
+"""Atomic file writes: after a crash a file is either complete or unchanged."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 
 
 class Disk:
-    """What stands between Skerry and the file system. Chaos puts one in its place that fails."""
+    """The writes that must be atomic or durable. Chaos injects a Disk that fails."""
 
     def sync(self, descriptor: int) -> None:
-        """Wait until what was written is durable. Raises OSError."""
+        """Block until the written data is durable. Raises OSError."""
         os.fsync(descriptor)
 
     def before_commit(self) -> None:
-        """Called before a transaction of the tape. Raises OSError if the disk takes nothing."""
+        """Called before each tape transaction. Raises OSError if the disk is not writable."""
 
     def write_durably(self, path: Path, *parts: bytes | memoryview) -> None:
-        """The file is there with these bytes or as it was before, and stays so when the power fails. Raises OSError."""
+        """Replace the file atomically and durably: a power cut leaves the old content or the new. Raises OSError."""
         self._replace(path, parts, sync=True)
 
     def write_whole(self, path: Path, *parts: bytes | memoryview) -> None:
-        """The same without waiting for the disk: a process that dies leaves one or the other, a power cut may leave neither."""
+        """Replace the file atomically but without fsync: safe if the process dies, not if the power fails. Raises OSError."""
         self._replace(path, parts, sync=False)
 
     def _replace(self, path: Path, parts: Sequence[bytes | memoryview], sync: bool) -> None:
-        beside = path.with_name(f".{path.name}.partial")
+        partial = path.with_name(f".{path.name}.partial")
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             try:
                 for part in parts:
                     rest = memoryview(part)
@@ -39,10 +39,10 @@ class Disk:
                     self.sync(descriptor)
             finally:
                 os.close(descriptor)
-            os.replace(beside, path)
+            os.replace(partial, path)
         except OSError:
             with contextlib.suppress(OSError):
-                unlink(beside)  # a disk that is full needs the space
+                unlink(partial)  # the disk may be full
             raise
         if sync:
             self.sync_path(path.parent)
@@ -56,9 +56,10 @@ class Disk:
 
 
 DISK = Disk()
-"""The disk as it is."""
+"""The real file system."""
 
 
 def unlink(path: Path) -> None:
+    """Delete the file if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

@@ -1,15 +1,15 @@
 """Every error Skerry raises on purpose.
 
     SkerryError
-    ├── ConfigError        what the user asked for cannot be done as written
-    ├── JoinRefused        the syncer will not have this learner (other model, other protocol, other run)
-    ├── WireError          a link or a peer misbehaved; retrying may help
+    ├── ConfigError        a setting or an argument is invalid
+    ├── JoinRefused        the syncer rejects this learner (different model, protocol or run)
+    ├── WireError          a connection or a peer misbehaved; retrying may help
     ├── StoreError         the run folder cannot be read or written
-    ├── ReplayError        a recorded run cannot be executed again, or does not come out as it was
-    └── RunFailed          a part of a run ended badly and was not brought back
+    ├── ReplayError        a recorded run cannot be replayed, or the replay gives a different result
+    └── RunFailed          a process of the run kept failing
 
-Foreign exceptions (gRPC, SQLite, safetensors) become one of these at the edge where they appear, so that callers need
-to know only this tree. The command line prints them as one line, without a traceback.
+Foreign exceptions (gRPC, SQLite, safetensors) are translated where they appear, so callers need to know only this tree.
+The command line prints these errors as one line, without a traceback.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ConfigError(SkerryError):
 
 
 class JoinRefused(SkerryError):
-    """The syncer turned a learner away, and trying again unchanged would not help."""
+    """The syncer rejected a learner, and retrying unchanged would not help."""
 
 
 class WireError(SkerryError):
-    """A message could not be sent, or what arrived was not what was declared."""
+    """A message could not be sent, or a received message was invalid."""
 
 
 class StoreError(SkerryError):
@@ -36,8 +36,8 @@ class StoreError(SkerryError):
 
 
 class ReplayError(SkerryError):
-    """A recorded run cannot be executed again from what the tape has, or came out otherwise."""
+    """The tape lacks something a replay needs, or the replay gives a different result."""
 
 
 class RunFailed(SkerryError):
-    """A process of the run ended badly too often to be started again."""
+    """A process of the run failed more often than it may be restarted."""

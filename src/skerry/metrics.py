@@ -1,7 +1,7 @@
-"""The run's diary, `metrics.jsonl`: one JSON object per line, appended by every process of a run, read while it grows.
+"""The run's metrics, `metrics.jsonl`: one JSON object per line, appended by every process of a run and read while it grows.
 
-This file owns how records are written and read back, not what they mean: any layer may write, so it imports nothing of
-skerry but its errors. Every record has "at" (unix seconds) and "kind".
+This module knows how records are written and read, not what they mean. Any layer may write metrics, so it imports nothing
+from skerry except the errors. Every record has "at" (unix seconds) and "kind".
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from skerry.errors import StoreError
 
 
 class MetricsWriter:
-    """Appends records to a file that other processes append to as well.
+    """Appends records to a file that several processes share.
 
-    Each record goes out as one `os.write` to an O_APPEND descriptor, so lines of different processes never interleave
-    and nothing is lost in a buffer when a process is killed. This holds on local file systems, not on NFS.
+    Each record is one `os.write` to an O_APPEND descriptor, so lines of different processes never interleave and a killed
+    process loses no buffered records. This holds on local file systems, not on NFS.
     """
 
     def __init__(self, path: Path | str, wall: Callable[[], float] = time.time) -> None:
@@ -31,7 +31,7 @@ class MetricsWriter:
         self._fd = -1
         self._torn = False
         self.dropped = 0
-        """Records that could not be written since one was; the next one says so."""
+        """Records lost since the last successful write. The next record that is written reports the number."""
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
             self._torn = self._ends_torn()
@@ -40,8 +40,11 @@ class MetricsWriter:
             raise StoreError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def _ends_torn(self) -> bool:
-        """A machine that went down, or a full disk, can leave half a line, which would swallow the first record written now.
-        If it is merely being written by someone else, that record begins a line too far, and readers skip empty ones."""
+        """Whether the file ends in half a line, left by a crash or a full disk, which would swallow the next record.
+
+        The half line may also be another process's write in progress. Then the extra newline leaves an empty line, which
+        readers skip.
+        """
         size = os.fstat(self._fd).st_size
         if size == 0:
             return False
@@ -49,21 +52,21 @@ class MetricsWriter:
         return os.read(self._fd, 1) != b"\n"
 
     def write(self, kind: str, **fields: object) -> None:
-        """Append one record. Numbers that JSON lacks (NaN, infinities) become null; a field `at` replaces the time.
+        """Append one record. NaN and infinities become null; a field `at` overrides the time.
 
-        What the disk does not take is dropped: nothing depends on it, and nothing must stop for it.
+        A record that cannot be written is dropped: training must not stop for metrics.
         """
         if self._fd < 0:
             raise StoreError(f"{self.path} cannot be written: the writer is closed")
         gap = {"dropped_before": self.dropped} if self.dropped else {}
         record = _plain({"at": self._wall(), "kind": kind, **fields, **gap})
         line = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
-        if self._torn:  # half of the line before is in the file: end it, or it takes this one with it
+        if self._torn:  # end the half-written line first, or this record is lost with it
             line = b"\n" + line
         try:
             written = os.write(self._fd, line)
             self._torn = written < len(line)
-            while written < len(line):  # only a full disk or a signal gets here; finishing the line is the best left
+            while written < len(line):  # a nearly full disk or a signal cut the write short
                 written += os.write(self._fd, line[written:])
             self._torn = False
             self.dropped = 0
@@ -83,10 +86,10 @@ class MetricsWriter:
 
 
 class MetricsTail:
-    """Reads a growing file of records from where the last read ended.
+    """Reads the records appended since the last read.
 
-    The file may not exist yet. A last line without its newline is held back until it is complete; lines that are no
-    JSON object are passed over; a file that became shorter was replaced and is read from its start.
+    The file may not exist yet. An incomplete last line is left for the next read. Lines that are not JSON objects are
+    skipped. A file that became shorter was replaced and is read from its start.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -94,7 +97,7 @@ class MetricsTail:
         self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The records completed since the last call, in the order of the file."""
+        """Records completed since the last call, in file order."""
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
@@ -121,7 +124,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _plain(value: object) -> object:
-    """The value as JSON can carry it. Scalars of numpy and torch are known by their `item()`; neither is imported."""
+    """The value as JSON types. Recognizes numpy and torch scalars by their `item()` method, without importing either."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, str):

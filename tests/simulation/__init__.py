@@ -1,2 +1,2 @@
-"""A whole run in one thread and in virtual time, from a seed: the real syncer, store, link and exchange on a simulated network,
-disk and clock. What happens in what order follows from the seed alone, so a seed that fails fails again."""
+"""Deterministic simulation of a whole run in one thread and virtual time: the real syncer, store and learner on a simulated
+network, disk and clock. Every event follows from the seed, so a failing seed can be reproduced."""

@@ -1,4 +1,4 @@
-"""python -m simulation [--seeds 1000] [--first 0] [--storm] [--workers 2]: run seeds; say which failed, and how."""
+"""python -m simulation [--seeds 1000] [--first 0] [--storm] [--workers 2]: run many seeds and report failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(seed: int, storm: bool) -> World:
 
 
 def outcome(work: tuple[int, bool]) -> tuple[int, int, int, str]:
-    """The seed, its faults and merges, and what went wrong."""
+    """(seed, faults, merges, error) of one simulation; the error is empty if it passed."""
     try:
         world = run(*work)
     except Exception as error:
@@ -37,7 +37,7 @@ def outcomes(work: list[tuple[int, bool]], workers: int) -> Iterator[tuple[int, 
     if workers == 1:
         yield from map(outcome, work)
         return
-    # A seed leaves some memory behind, so a process does not live for ever.
+    # Each simulation leaks a little memory, so recycle the processes.
     with multiprocessing.get_context("fork").Pool(workers, maxtasksperchild=25) as pool:
         yield from pool.imap(outcome, work, chunksize=4)
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--storm", action="store_true", help="longer runs with many more faults")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--notes", action="store_true", help="of one seed: say what happened, and where it broke")
+    parser.add_argument("--notes", action="store_true", help="run only the seed given by --first and print its events")
     options = parser.parse_args()
     if options.notes:
         print("\n".join(run(options.first, options.storm).notes))
@@ -56,11 +56,11 @@ def main() -> None:
     torch.set_num_threads(1)
     started, failed, faults, merges = time.monotonic(), [], 0, 0
     work = [(seed, options.storm) for seed in range(options.first, options.first + options.seeds)]
-    for number, (seed, some_faults, some_merges, wrong) in enumerate(outcomes(work, options.workers), 1):
-        faults, merges = faults + some_faults, merges + some_merges
-        if wrong:
+    for number, (seed, seed_faults, seed_merges, error) in enumerate(outcomes(work, options.workers), 1):
+        faults, merges = faults + seed_faults, merges + seed_merges
+        if error:
             failed.append(seed)
-            print(f"seed {seed}: {wrong}", flush=True)
+            print(f"seed {seed}: {error}", flush=True)
         if number % 100 == 0:
             print(f"{number} seeds, {faults} faults, {merges} merges, {time.monotonic() - started:.0f} s", flush=True)
     print(json.dumps({"bar": "seeds without a broken rule", "value": options.seeds - len(failed), "target": options.seeds,

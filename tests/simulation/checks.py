@@ -1,4 +1,4 @@
-"""What must hold, whatever happens: looked at as it happens, and once more on the tape when the run has ended."""
+"""The invariants of a run, checked while it runs and on the tape after it ended."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 TOKENS = 10
-"""Of one inner step."""
+"""Tokens per inner step."""
 
 
 class Checks:
     def __init__(self, world: World) -> None:
         self._world = world
         self._newest = [0] * world.sync.fragments
-        """Of each fragment, what any learner was ever told."""
+        """Per fragment: the newest version announced to any learner."""
         self._values: dict[tuple[int, int], torch.Tensor] = {}
-        """(fragment, version) → as it was handed out."""
+        """(fragment, version) → its published values."""
         self._uploads: dict[tuple[str, int, int], np.ndarray] = {}
-        """(session, fragment, its steps up to then) → what was given."""
+        """(session, fragment, at_step) → the contribution."""
         self._answered: dict[tuple[str, int], int] = {}
-        """(session, fragment) → the round it last answered on its present stream."""
+        """(session, fragment) → the round last answered on the current stream."""
         self._told: dict[tuple[str, int], tuple[str, int, int]] = {}
-        """(session, position) → the lease it was told of."""
+        """(session, position) → the lease sent to it."""
         self.leased = 0
         self.merges = 0
         self.history: list[tuple[Any, ...]] = []
@@ -54,13 +54,17 @@ class Checks:
         self._world.errors.append(what)
 
     def started(self, server: Any) -> None:
+        """A restarted syncer has every version that was announced."""
         for fragment, progress in enumerate(server.core.fragments):
             if progress.version < self._newest[fragment]:
-                self.fail(f"fragment {fragment}: version {self._newest[fragment]} was announced, {progress.version} is there")
+                self.fail(
+                    f"fragment {fragment}: version {self._newest[fragment]} was announced, the syncer has {progress.version}"
+                )
 
-    # ------------------------------------------------------------ as it happens
+    # ------------------------------------------------------------ during the run
 
     def told(self, session: str, message: Message) -> None:
+        """Versions never go back, and nobody is asked twice for the same answer."""
         if isinstance(message, pb.ToLearner):
             if message.HasField("announce"):
                 self._announced(message.announce.fragment, message.announce.version)
@@ -72,20 +76,20 @@ class Checks:
                 self._told[session, message.lease.position] = (message.lease.pool, message.lease.start, message.lease.count)
             elif message.HasField("ask"):
                 ask = message.ask
-                if ask.anew:  # the first was lost
+                if ask.anew:  # the first answer was lost
                     self._answered.pop((session, ask.fragment), None)
                 elif self._answered.get((session, ask.fragment)) == ask.round:
-                    self.fail(f"round {ask.round} of fragment {ask.fragment} waits for a second answer of one learner")
+                    self.fail(f"round {ask.round} of fragment {ask.fragment} waits for a second answer from one learner")
         elif isinstance(message, pb.BulkToLearner) and message.HasField("reply") and message.reply.accepted:
             self._answered[session, message.reply.fragment] = message.reply.round
 
     def _announced(self, fragment: int, version: int) -> None:
         if version < self._newest[fragment]:
-            self.fail(f"fragment {fragment} was announced at {self._newest[fragment]}, now at {version}")
+            self.fail(f"fragment {fragment} was announced as version {self._newest[fragment]}, then as {version}")
         self._newest[fragment] = max(version, self._newest[fragment])
 
     def fetched(self, header: pb.Fetched, data: bytes) -> None:
-        """A learner has all of a version."""
+        """A fetched version has the same values for every learner."""
         if header.fragment >= self._world.sync.fragments:
             return
         key = (header.fragment, header.version)
@@ -97,38 +101,40 @@ class Checks:
         else:
             values = received.view(torch.float32)
         if not torch.equal(self._values.setdefault(key, values), values):
-            self.fail(f"version {header.version} of fragment {header.fragment} was another one before")
+            self.fail(f"version {header.version} of fragment {header.fragment} has changed")
 
     def stored(self, written: Written, folder: Path) -> None:
-        """A version counts from now on. It is what learners will be given, whether or not any of them asks for it."""
+        """A stored version has the values that learners fetch."""
         fragment, version = self._world.layout.fragments[written.order.fragment], written.order.version
         values = read_version(folder, fragment, {"file": written.file, "checksum": written.checksum}).public
         if not torch.equal(self._values.setdefault((fragment.index, version), values), values):
-            self.fail(f"version {version} of fragment {fragment.index} was another one before")
+            self.fail(f"version {version} of fragment {fragment.index} has changed")
 
     def held(self) -> None:
-        """What learners hold as a version is what was handed out as that version."""
+        """Learners hold the published values of their versions."""
         for island in self._world.islands.values():
             if not island.alive or island.learner is None:
                 continue
             for fragment, held in enumerate(island.learner._exchange.held):
                 values = island.learner._replica.held(fragment)
                 if held.version >= 0 and not torch.equal(values, self._values[fragment, held.version]):
-                    self.fail(f"{island.name} holds something else as version {held.version} of fragment {fragment}")
+                    self.fail(f"{island.name} holds wrong values as version {held.version} of fragment {fragment}")
 
     def given(self, session: str, message: Message) -> None:
+        """Remember answers without progress."""
         if isinstance(message, pb.ToSyncer) and message.HasField("nothing"):
             self._answered[session, message.nothing.fragment] = message.nothing.round
 
     def taken(self, session: str, header: pb.Upload, data: bytes) -> None:
-        """The syncer has all of a contribution."""
+        """Remember a contribution that the syncer has received completely."""
         numel = self._values[header.fragment, header.base].numel()
         delta = self._codec(header.codec, header.fragment).decode(byte_tensor(memoryview(data)), numel)
         self._uploads[session, header.fragment, header.at_step] = delta.double().numpy()
 
-    # ------------------------------------------------------------ on the tape
+    # ------------------------------------------------------------ after the run
 
     def at_the_end(self, folder: Path) -> None:
+        """The tape has every announced version, in order, and counts every step at most once."""
         database = sqlite3.connect(f"{(folder / 'tape.sqlite').resolve().as_uri()}?mode=ro", uri=True)
         try:
             rows = database.execute("SELECT data FROM tape WHERE kind = 'merged' ORDER BY seq").fetchall()
@@ -159,7 +165,7 @@ class Checks:
                     self.fail(f"steps {start + 1} to {end} of session {session} are in fragment {fragment} twice")
 
     def _check_ledger(self, folder: Path) -> None:
-        """The ledger adds up, and every lease that a learner was told of is in it."""
+        """The ledger adds up, and every lease that was sent to a learner is on the tape."""
         ledger = audit_run(folder)
         self.leased = ledger.leased
         for what in ledger.discrepancies:
@@ -183,7 +189,7 @@ class Checks:
             self.fail(f"a wrong weight: {share}")
 
     def _check_values(self, merge: dict[str, Any]) -> None:
-        """The weighted mean of what was given, in double precision, from the version before."""
+        """A version is the previous one minus the weighted mean of the contributions, computed in double precision."""
         fragment, version = merge["fragment"], merge["version"]
         before, after = self._values.get((fragment, version - 1)), self._values.get((fragment, version))
         if self._world.sync.publish != "fp32":

@@ -1,4 +1,4 @@
-"""Which faults a seed brings, and when."""
+"""The faults of a seed and their times."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from skerry.config import SyncConfig
 
 
 def settings(chance: random.Random) -> SyncConfig:
+    """Random settings for one run."""
     silence_s = chance.choice([2.0, 5.0])
     return SyncConfig(
         fragments=chance.randint(1, 4),
@@ -37,7 +38,7 @@ def settings(chance: random.Random) -> SyncConfig:
 
 
 def simulate(seed: int, root: Path, storm: bool = False) -> World:
-    """A short run with a few faults; or a longer one with a dozen of them in every second."""
+    """Simulate a short run with a few faults, or (`storm`) a longer one with about a dozen per second."""
     chance = random.Random(f"{'storm' if storm else 'settings'} {seed}")
     sync = settings(chance)
     codecs = random.Random(f"codecs {seed}")
@@ -63,7 +64,7 @@ def _happen(kind: Callable[[World, random.Random], None], world: World) -> None:
         kind(world, world.chance)
 
 
-# Only what is done to something that is there counts as a fault.
+# A fault counts (`world.fault`) only if its target exists.
 
 
 def _someone(world: World) -> str:
@@ -87,7 +88,7 @@ def freeze(world: World, chance: random.Random) -> None:
 
 
 def oversleep(world: World, chance: random.Random) -> None:
-    """Longer than what it was leased stays its own, if that is not too long for a run."""
+    """Freeze an island until its leases expire, unless that takes too long for a run."""
     name, seconds = _someone(world), world.sync.silence_s + world.sync.lease_s + 0.5
     if seconds < 12.0:
         world.fault(f"{name} freezes for {seconds} s, and its leases are given to others")
@@ -128,12 +129,12 @@ def kill_syncer(world: World, chance: random.Random) -> None:
         return
     what_stays = chance.choice(["kept", "kept", *CUTS])
     at_call, away_s = chance.choice([0, chance.randint(1, 40)]), chance.choice([0.1, 1.0, 7.0])
-    world.fault(f"the syncer is killed in {at_call} calls to the disk for {away_s} s; of the disk: {what_stays}")
+    world.fault(f"the syncer is killed after {at_call} disk calls for {away_s} s; unsynced data: {what_stays}")
     world.kill_syncer(what_stays, at_call, away_s)
 
 
 def _to_a_shard(world: World, chance: random.Random, text: str, harm: Callable[[int], None]) -> None:
-    """At once, or at a moment that matters: it has just taken a contribution, made a version, or is told that it counts."""
+    """Harm a random shard at once, or at the next critical message: a verdict, a finished version or its publication."""
     number = chance.choice(sorted(world.shards) or [0])
     moment = chance.choice(["", "verdict", "verdict", "made", "publish", "publish"])
     if number not in world.shards:

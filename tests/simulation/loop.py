@@ -1,4 +1,4 @@
-"""An event loop in virtual time: when nothing is ready it jumps to the next timer, and what threads would do it does itself."""
+"""An event loop in virtual time. When nothing is ready, it jumps to the next timer. Executor jobs run in the loop itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 from skerry.clock import VirtualClock
 
 MAX_ROUNDS = 2_000_000
+"""Loop iterations after which a run counts as a livelock."""
 
 
 class Stuck(AssertionError):
-    """Nothing will ever happen again, or the same things for ever."""
+    """The run is deadlocked or livelocked."""
 
 
-class _Jumps(selectors.DefaultSelector):
+class _TimeJumpingSelector(selectors.DefaultSelector):
+    """Advances the virtual clock instead of waiting for I/O."""
+
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
         self._clock = clock
@@ -26,7 +29,7 @@ class _Jumps(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._rounds += 1
         if timeout is None or self._rounds > MAX_ROUNDS:
-            raise Stuck(f"at {self._clock.now():.3f} s, after {self._rounds} rounds of the loop")
+            raise Stuck(f"at {self._clock.now():.3f} s, after {self._rounds} loop iterations")
         if timeout > 0:
             self._clock.advance(timeout)
         return []
@@ -36,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, clock: VirtualClock, chance: random.Random) -> None:
         self._virtual = clock
         self._chance = chance
-        super().__init__(_Jumps(clock))
+        super().__init__(_TimeJumpingSelector(clock))
 
     def time(self) -> float:
         return self._virtual.now()

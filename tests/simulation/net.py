@@ -1,5 +1,5 @@
-"""Streams between islands and the syncer in virtual time. Messages keep their order and take their time; streams break, and one
-end or both may not hear of it for long; messages are damaged; an island's bytes stand still while it is frozen."""
+"""A simulated network of streams between islands, shards and the syncer, in virtual time. Messages are delayed but keep their
+order. Streams break, and either end may notice late. Messages can be damaged. A frozen island neither sends nor receives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skerry.wire.framing import Parcel, pack, unpack
 from skerry.wire.service import or_none, parse_description
 
 NOTICED_S = (0.0, 0.0, 0.05, 1.0, 12.0)
-"""How long after a stream broke one of its ends may go on as if nothing had happened."""
+"""Delays after which one end of a broken stream may notice."""
 KINDS: dict[str, tuple[Any, Any]] = {
     "control": (pb.ToSyncer, pb.ToLearner),
     "bulk": (pb.BulkToSyncer, pb.BulkToLearner),
@@ -33,22 +33,24 @@ class Network:
         self.loop = loop
         self.chance = chance
         self.server: Any = None
-        """The syncer that listens, if there is one."""
+        """The listening syncer, or None."""
         self.shards: dict[str, Any] = {}
         """Address → the shard that listens there."""
         self.hosts: dict[str, str] = {}
-        """Address → the island or shard that knows the syncer by it."""
+        """Address of the syncer → the island or shard that uses it. Everyone has a different one."""
         self.calls: list[Call] = []
         self.held_until: dict[str, float] = {}
+        """Island → when its freeze ends."""
         self.delay_s: dict[str, float] = {}
+        """Island → factor by which its link is slower."""
         self.damage = 0.0
-        """Share of messages in which a bit is flipped."""
+        """Probability that a message has a flipped bit."""
         self.on_down: Callable[[str, Message], None] = lambda session, message: None
-        """What the syncer sends to a session, as it sends it."""
+        """Called with a session and a message to it, when the syncer sends it."""
         self.on_up: Callable[[str, Message], None] = lambda session, message: None
-        """What a session sends, as it arrives."""
+        """Called with a session and a message from it, when it arrives."""
         self.on_shard: Callable[[str, str], None] = lambda shard, kind: None
-        """What kind of message a shard is about to send or to be sent."""
+        """Called with a shard and the kind of a message that it sends or is sent."""
 
     def delay(self, island: str) -> float:
         return self.chance.choice([0.001, 0.003, 0.003, 0.01, 0.05]) * self.delay_s.get(island, 1.0)
@@ -56,14 +58,14 @@ class Network:
     def perhaps_damaged(self, data: bytes) -> bytes:
         if not self.damage or self.chance.random() >= self.damage:
             return data
-        # In what is no chunk as often as in one.
+        # Half of the time in the last 64 bytes, so that headers are hit as often as chunks.
         bits = 8 * min(len(data), self.chance.choice([len(data), 64]))
         return flipped(data, 8 * len(data) - 1 - self.chance.randrange(bits))
 
-    # ------------------------------------------------------------ what stands in for gRPC
+    # ------------------------------------------------------------ in place of gRPC
 
     def open_channel(self, address: str, tls: object) -> Channel:
-        """To the syncer, or to a shard; who opened that one is known when it says hello."""
+        """Open a channel to the syncer or a shard. For a shard, the caller is only known from its hello."""
         return Channel(self, self.hosts.get(address, ""), address)
 
     def at(self, address: str) -> Any:
@@ -82,7 +84,7 @@ class Network:
         return [call for call in self.calls if call.island == island and method in (None, call.method)]
 
     def gone(self, server: Any) -> None:
-        """The syncer, or a shard."""
+        """Break all streams of a syncer or shard that died."""
         self.stop_listening(server)
         self.shards = {address: shard for address, shard in self.shards.items() if shard is not server}
         for call in [call for call in self.calls if call.server is server]:
@@ -146,7 +148,7 @@ class _Context:
 
 
 class Call:
-    """One stream. The end of the island or shard reads, writes and cancels it as it would a call of gRPC."""
+    """One stream. The client's end has the interface of a gRPC call."""
 
     def __init__(self, net: Network, island: str, method: str, server: Any) -> None:
         self.net, self.island, self.method = net, island, method
@@ -157,7 +159,7 @@ class Call:
         self._session = ""
         self._broken = False
         self._over = False
-        """The island's end knows that it is."""
+        """The client's end has noticed that the stream is over."""
         self._handler: asyncio.Task[None] | None = None
         if self.server is None:
             self._over = True
@@ -166,7 +168,7 @@ class Call:
         net.calls.append(self)
         self._handler = net.loop.create_task(self._serve())
 
-    # ------------------------------------------------------------ the island's end
+    # ------------------------------------------------------------ the client's end
 
     async def write(self, message: Message | Parcel[Any]) -> None:
         if self._over:
@@ -211,17 +213,19 @@ class Call:
             yield message
 
     def end_handler(self) -> None:
-        """As gRPC does it: first no more messages come, then the handler is cancelled."""
+        """End the handler as gRPC does: first the messages end, then the handler is cancelled."""
         self._up.put_nowait(grpc.aio.EOF)
         if self._handler is not None:
             self.net.loop.call_later(self.net.chance.choice([0.0, 0.001]), self._handler.cancel)
 
-    # ------------------------------------------------------------ the way between
+    # ------------------------------------------------------------ delivery
 
     def _at(self, way: str, act: Callable[[], object]) -> None:
+        """Run `act` when a message sent now would arrive."""
         now = self.net.loop.time()
         held = self.net.held_until.get(self.island, 0.0)
-        at = max(now + self.net.delay(self.island), self._arrival[way] + 1e-6, held)  # the loop may turn equal times around
+        # The loop does not keep the order of equal times.
+        at = max(now + self.net.delay(self.island), self._arrival[way] + 1e-6, held)
         self._arrival[way] = at
         self.net.loop.call_at(at, act)
 
@@ -244,7 +248,7 @@ class Call:
         self._at(way, arrive)
 
     def break_off(self, island_notices_s: float, syncer_notices_s: float) -> None:
-        """Nothing comes through any more. When either end hears of it is another matter."""
+        """Break the stream. Each end notices after its own delay."""
         if self._broken:
             return
         self._broken = True

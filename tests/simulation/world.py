@@ -1,4 +1,4 @@
-"""The run: one syncer process after the other on what the disk kept, and islands that come, train, go and die."""
+"""The simulated run: successive syncer processes on what the disk kept, shards, and islands that join, train, leave and die."""
 
 from __future__ import annotations
 
@@ -50,16 +50,17 @@ from skerry.wire import skerry_pb2 as pb
 LR = 1e-2
 START_UP_S = 0.4
 END_S = 600.0
+"""An island that trains this long after the end of the run fails the simulation."""
 TIME_S = 2_000.0
-"""No run takes longer, whatever happens to it."""
+"""A run that takes longer fails the simulation."""
 
 
 CHUNK_BYTES = (1 << 20, 200, 48)
-"""A few hundred bytes in one chunk or in many, which come on several lanes."""
+"""Chunk sizes to choose from, so that a fragment of a few hundred bytes is one chunk or many."""
 
 
 class OffsetClock:
-    """The clock of one process, which may be set wrong."""
+    """The clock of one process, which can jump."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -99,7 +100,7 @@ class SyncerLife:
                 clock=world.syncer_clock,
             )
         except SkerryError as error:
-            if self.alive:  # a full disk, for instance; it is started again
+            if self.alive:  # for example a full disk; the syncer is restarted
                 world.note(f"the syncer gave up: {error}")
                 world.syncer_died(self, "kept")
             return
@@ -112,7 +113,7 @@ class SyncerLife:
             world.ended = True
 
     def die(self) -> None:
-        """As by kill -9: nothing it does from here on has any effect."""
+        """Die as by kill -9: nothing the process does afterwards has any effect."""
         self.alive = False
         if self.server is not None:
             self.world.net.gone(self.server)
@@ -120,7 +121,7 @@ class SyncerLife:
 
 
 class ShardLife:
-    """The process of a shard. Each listens at another address than the one before."""
+    """A shard process. Every process listens at a new address."""
 
     def __init__(self, world: World, folder: Path, number: int) -> None:
         self.world, self.folder, self.number = world, folder, number
@@ -161,7 +162,7 @@ class ShardLife:
                 world.errors.append(f"{self.name} broke: {error!r}")
 
     def moves_to(self, folder: Path) -> None:
-        """The run folder has another name after each death of the syncer, for the simulation's sake."""
+        """Follow the run folder, which the simulation renames after each death of the syncer."""
         self.folder = folder
         if self._shard is not None:
             self._shard._folder = folder
@@ -219,9 +220,9 @@ class Island:
                     alone_since = world.loop.time()
                 if world.pool is not None and not session.leases.take():
                     if world.loop.time() - alone_since >= ALONE_S:
-                        learner.stop()  # the loop of a user ends with an error here
+                        learner.stop()  # a user's loop ends with an error here
                         break
-                    continue  # the first has not come yet
+                    continue  # the first lease has not arrived
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, world.chance.choice([-1.0, 1.0]))
                 optimizer.step()
@@ -235,12 +236,12 @@ class Island:
                 connection._main.cancel()
 
     async def _leave(self, learner: Learner) -> None:
-        """As Learner.leave does it, without waiting in this thread."""
+        """Leave like Learner.leave, but without blocking this thread."""
         session = learner._session
         learner._hooks.remove()
         with session.lock:
             learner._exchange.stop()
-        await asyncio.sleep(self.world.chance.choice([0.0, 0.01, 0.3]))  # its optimizer's state is written meanwhile
+        await asyncio.sleep(self.world.chance.choice([0.0, 0.01, 0.3]))  # stands for writing the optimizer state
         self.connection.leave()
         while session.goodbye is None and session.failure is None:
             learner._adopt_ready()
@@ -268,7 +269,7 @@ class World:
         self.shards: dict[int, ShardLife] = {}
         self.ports = itertools.count(9_000)
         self.at_message: dict[str, tuple[str, Callable[[], None]]] = {}
-        """Shard → what happens to it when the next message of that kind is sent."""
+        """Shard → (kind of message, what to do when the next such message is sent)."""
         self.chance = random.Random(seed)
         self.clock = VirtualClock()
         self.syncer_clock = OffsetClock(self.clock)
@@ -292,13 +293,13 @@ class World:
         self.net.on_up = self.checks.given
         self.net.on_shard = self._shard_message
         self.pool = self.chance.choice([None, Pool("", 30), Pool("", 400)])
-        """What the islands read, if they take part in leases: a little more than one epoch, or a part of one."""
+        """The data pool, or None without leases. The run reads more than one epoch of it, or a part of one."""
         self.batch = self.chance.choice([1, 3])
         self._count = islands
         self.islands: dict[str, Island] = {}
         self.life: SyncerLife | None = None
         self._processes: list[SyncerLife | ShardLife | Island] = []
-        """All there were: a loop keeps no hold of its tasks."""
+        """Strong references to all processes, because a loop keeps only weak ones to its tasks."""
 
     def note(self, text: str) -> None:
         self.notes.append(f"{self.clock.now():9.3f} {text}")
@@ -341,7 +342,7 @@ class World:
             self.loop.call_later(away_s, self.start_shard, number)
 
     def syncer_died(self, life: SyncerLife, what_stays: Literal["kept"] | Cut, away_s: float = 0.5) -> None:
-        """The process is gone, and with a power cut what was not synced may be gone as well. Another one is started."""
+        """End a syncer process and schedule the next. After a power cut unsynced data may be lost."""
         if not life.alive:
             return
         self.disk.at, self.disk.until = 0, -1
@@ -352,7 +353,7 @@ class World:
         target = self.root / f"life-{self._lives}"
         survive = what_stays == "kept" and self.chance.random() < 0.5
         for shard in self.shards.values():
-            if not survive:  # on the same machine
+            if not survive:  # the shards are on the syncer's machine
                 shard.die()
             shard.moves_to(target)
         model = self.disk.state.now[name]
@@ -373,7 +374,7 @@ class World:
 
     @contextlib.contextmanager
     def real_calls(self) -> Iterator[None]:
-        """What the simulation itself does to files is not part of it."""
+        """Bypass the simulated disk, for the simulation's own file operations."""
         mine = {name: getattr(os, name) for name in self.disk._real}
         for name, real in self.disk._real.items():
             setattr(os, name, real)
@@ -384,7 +385,7 @@ class World:
                 setattr(os, name, patched)
 
     def kill_syncer(self, what_stays: Literal["kept"] | Cut, at_call: int, away_s: float) -> None:
-        """At once, or at one of the next calls to the disk."""
+        """Kill the syncer at once, or at one of its next disk calls."""
         life = self.life
         if life is None or not life.alive or life.server is None:
             return
@@ -411,7 +412,7 @@ class World:
             island.die()
             self.loop.call_later(away_s, self.start_island, name)
 
-    # ------------------------------------------------------------ from beginning to end
+    # ------------------------------------------------------------ the run
 
     async def _main(self) -> None:
         self.start_syncer()
@@ -421,18 +422,18 @@ class World:
             await asyncio.sleep(0.5)
             self.checks.held()
             if self.islands and all(island.alive and island.task.done() for island in self.islands.values()):
-                # They had heard nothing for so long that they took the run for over. Somebody goes on with it.
+                # All islands gave up after a long silence. A new one continues the run.
                 self.start_island(f"island-{len(self.net.hosts)}")
             if self.loop.time() > TIME_S:
                 raise Stuck(f"the run has not ended after {TIME_S:.0f} s")
             if self.errors:
                 return
-        # Those who are left hear of the end, or stop by themselves when they have done all that was left to do.
+        # The remaining islands learn of the end, or stop by themselves.
         deadline = self.loop.time() + END_S
         while any(island.alive and island.learner and not island.learner.finished for island in self.islands.values()):
             await asyncio.sleep(1.0)
             if self.loop.time() > deadline:
-                raise Stuck(f"an island trains on {END_S:.0f} s after the end of the run")
+                raise Stuck(f"an island still trains {END_S:.0f} s after the end of the run")
 
     def run(self) -> World:
         try:
@@ -458,12 +459,12 @@ class World:
 
 
 def _of_a_process(name: str) -> bool:
-    """Files that mean nothing once the process that made them is gone."""
+    """Whether this file has no meaning after its process is gone."""
     return name == "lock" or name.endswith("-shm")
 
 
 class _NoWorkers:
-    """In place of the learner's threads; the loop does their work."""
+    """Replaces the learner's threads; the loop does their work."""
 
     def __init__(self, count: int, name: str) -> None:
         pass
@@ -482,7 +483,7 @@ class _Listening:
 
 @contextlib.contextmanager
 def _in_place_of_the_real(world: World) -> Iterator[None]:
-    """Only what touches the network, threads, time and chance is replaced."""
+    """Replace only what touches the network, threads, time and randomness."""
 
     async def serve(server: Any, address: str, tls: object) -> tuple[_Listening, int]:
         assert world.life is not None
@@ -492,7 +493,7 @@ def _in_place_of_the_real(world: World) -> Iterator[None]:
         return _Listening(world.net, server), 1
 
     def nobody_gives(courier: StateCourier) -> list[bytes]:
-        raise WireError("not in a simulation: it would wait in this thread")
+        raise WireError("not in a simulation: it would block this thread")
 
     take, finish, commit = Contributions.take, Download.finish, RunStore.commit
 

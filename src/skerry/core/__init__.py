@@ -1,1 +1,1 @@
-"""The algorithm, pure: no sockets, threads, files or clock. Everything else in Skerry is I/O around this package."""
+"""The algorithm as pure code: no sockets, threads, files, clocks or tensor data. The rest of Skerry is I/O around it."""

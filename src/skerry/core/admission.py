@@ -1,4 +1,4 @@
-"""Whether a contribution can be taken at all: from whom, for which round, since which version."""
+"""The formal check of a contribution: known learner, open round, acceptable base version, own samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skerry.core.state import RunState
 
 
 def why_refused(offer: Contributed, run: RunState, min_base: int, leases: Leases) -> str | None:
-    """The reason in words, or None. `min_base` is the oldest version that progress of this learner may count from."""
+    """Why the contribution is refused, or None. `min_base` is the oldest base version accepted from this learner."""
     if not 0 <= offer.fragment < len(run.fragments):
         return f"there is no fragment {offer.fragment}"
     fragment = run.fragments[offer.fragment]

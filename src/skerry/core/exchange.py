@@ -1,16 +1,16 @@
-"""The learner's side of the exchange as a state machine: what to fetch, what to give, what to adopt, when to wait.
+"""The learner's half of the protocol as a state machine: what to fetch, contribute and adopt, and when to wait.
 
-It knows counters and versions, not tensors. Its caller owns threads, sockets and the model, and consults it after every event.
+It tracks counters and versions, not tensors. The caller owns threads, sockets and the model, and consults it after every event.
 
 Rules:
- 1. Progress counts from the version last adopted. A fragment's steps and tokens restart at every adoption, except that
-    "carry" keeps what is not part of the adopted version.
- 2. An answer needs a base the syncer still takes (min_base) and at least one step of progress; until then the question
-    stays open. A learner that can make no progress (it has stopped, or waits) says so. A question is answered once. An
-    answer that did not get through is sent again as it was, also after a reconnect: part of it may have arrived.
- 3. Only the newest version of a fragment is fetched; one that is overtaken is dropped.
- 4. Outside lock-step nothing ever waits. In lock-step a fragment due at step t is snapshot at t, adopted at t + τ (or
-    just before it is due again, if that is earlier) and not before, and no further step starts without it.
+ 1. Progress counts from the last adopted version. A fragment's steps and tokens restart at every adoption, except that
+    "carry" keeps progress that is not part of the adopted version.
+ 2. An answer needs a base that the syncer accepts (min_base) and at least one step of progress; until then the question
+    stays open. A learner that cannot make progress (it has stopped, or waits) says so. A question is answered once. An
+    undelivered answer is sent again unchanged, also after a reconnect, because part of it may have arrived.
+ 3. Only the newest version of a fragment is fetched. A fetched version that is superseded before adoption is dropped.
+ 4. Outside lock-step nothing ever waits. In lock-step a fragment due at step t is snapshot at t and adopted exactly at t + τ
+    (or just before it is due again, if that is earlier). No further step starts without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skerry.config import SyncConfig
 from skerry.core.schedule import Schedule
 
 KEPT_GIVES = 4
-"""Answers per fragment whose fate is unknown that are remembered. More than one happens only when connections break."""
+"""Unconfirmed answers to remember per fragment. More than one occurs only when connections break."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,25 @@ class Version:
     fragment: int
     version: int
     round: int
-    """The round it was merged in."""
+    """The round in which it was merged."""
     counted: int
-    """How many of the learner's own steps are part of it, by this merge or an earlier one."""
+    """How many of the learner's own steps it contains, through this merge or earlier ones."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The learner's totals at some moment."""
+    """The learner's totals at a point in time."""
 
     steps: int = 0
     tokens: int = 0
     samples: int = 0
-    """Leased samples, as a position in the sequence this session was given."""
+    """Leased samples used, as a position in the session's lease sequence."""
 
 
 @dataclass(frozen=True)
 class Give:
-    """Answer a question: progress of `steps` and `tokens` since version `base`. `staged` says that the snapshot is already
-    taken."""
+    """Answer a question with the progress of `steps` and `tokens` since version `base`. If `staged`, the snapshot exists
+    already."""
 
     question: Question
     base: int
@@ -70,37 +70,44 @@ class Give:
     at: Mark
     staged: bool
     samples: tuple[int, int] = (0, 0)
-    """Leased samples in it: from, to."""
+    """Leased samples it covers, as (from, to) positions."""
     again: bool = False
-    """The same answer as before, which did not get through."""
+    """This repeats an answer that was not delivered."""
 
 
 @dataclass(frozen=True)
 class GiveNothing:
+    """Answer a question with no progress."""
+
     question: Question
 
 
 @dataclass
 class Held:
-    """What the learner has of one fragment, and what is going on with it."""
+    """The learner's state of one fragment."""
 
     version: int = -1
+    """The adopted version; -1 before the first."""
     since: Mark = field(default_factory=Mark)
-    """Progress from these totals on is not part of the version held."""
+    """Totals from which progress is not part of the adopted version."""
     question: Question | None = None
+    """The open question."""
     answered: int | None = None
-    """The round of the last answer, while it may be in flight."""
+    """The round of the last answer, until that round is over."""
     undelivered: Give | None = None
-    """The last answer, from when it is encoded until it is known to have arrived."""
+    """The last answer, from its encoding until the syncer confirms it."""
     gives: list[Mark] = field(default_factory=list)
-    """Totals at the snapshots of answers that are not known to be part of the version held."""
+    """Totals at the snapshots of answers that the adopted version may not contain."""
     staged: tuple[int, Mark, int] | None = None
     """In lock-step: (step, totals, version) of the snapshot taken when the fragment was due."""
     waits_for: int | None = None
     """In lock-step: the due round whose merge has not been adopted yet."""
     newest: Version | None = None
+    """The newest announced version."""
     fetching: Version | None = None
+    """The version whose download is in flight."""
     fetched: Version | None = None
+    """The version that is downloaded but not adopted."""
 
 
 Phase = Literal["joining", "training", "stopped"]
@@ -113,12 +120,12 @@ class Exchange:
         self.held = [Held() for _ in range(fragments)]
         self.totals = Mark()
         self.step = 0
-        """The learner's place in the run: it takes over the run's step when it begins."""
+        """The learner's step in the run. Starts at the run's step."""
         self.phase: Phase = "joining"
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions held, for a reconnect; empty until every fragment has one."""
+        """Adopted versions, for a reconnect; empty until every fragment has one."""
         held = tuple(h.version for h in self.held)
         return held if all(version >= 0 for version in held) else ()
 
@@ -127,7 +134,7 @@ class Exchange:
     def welcomed(
         self, versions: tuple[int, ...], merged_rounds: tuple[int, ...], counted: tuple[int, ...], run_step: int
     ) -> None:
-        """Connected. Earlier questions are void; versions that came out meanwhile are wanted."""
+        """The syncer admitted this learner. Earlier questions are void, and newer versions are to be fetched."""
         for fragment, version in enumerate(versions):
             held = self.held[fragment]
             held.question = None
@@ -135,7 +142,7 @@ class Exchange:
             held.fetching = None
             self.announced(Version(fragment, version, merged_rounds[fragment], counted[fragment]))
         if self.sync.wait and self.phase == "training":
-            # The others may have gone on without this learner.
+            # The others may have moved on without this learner.
             self.step = max(self.step, run_step)
 
     def begin(self, step: int) -> None:
@@ -146,18 +153,18 @@ class Exchange:
     def announced(self, version: Version) -> None:
         held = self.held[version.fragment]
         if version.version > held.version:
-            held.answered = None  # that round is over
+            held.answered = None  # the answered round is over
             if held.newest is None or version.version > held.newest.version:
                 held.undelivered = None
             if held.newest is None or version.version >= held.newest.version:
                 held.newest = version
             if held.fetched is not None and held.fetched.version == version.version:
-                held.fetched = version  # a later round brought nothing new: the same version, at a later round
+                held.fetched = version  # a later round was cancelled: the same version counts for it
         elif held.waits_for is not None and version.round >= held.waits_for:
-            held.waits_for = None  # the round waited for brought nothing new
+            held.waits_for = None  # the awaited round was cancelled, so the adopted version stands
 
     def asked(self, question: Question, anew: bool = False) -> None:
-        """Each question is answered once, unless the answer was lost."""
+        """Record a question. A question that was answered is ignored, unless the syncer lost the answer (`anew`)."""
         held = self.held[question.fragment]
         if held.answered != question.round or anew:
             held.question = question
@@ -173,14 +180,14 @@ class Exchange:
         for held in self.held:
             newest = held.newest
             if newest is None or newest.version <= held.version or held.fetching is not None:
-                continue  # nearly always: this is asked after every event
+                continue  # the common case: this runs after every event
             if held.fetched is None or newest.version > held.fetched.version:
                 held.fetching = newest
                 wanted.append(newest)
         return wanted
 
     def fetched(self, version: Version) -> bool:
-        """A download is complete. False if it is no longer of use."""
+        """Record a complete download. Returns False if it is superseded."""
         self.fetch_failed(version)
         held = self.held[version.fragment]
         if version.version <= max(held.version, held.fetched.version if held.fetched else -1):
@@ -194,18 +201,18 @@ class Exchange:
             held.fetching = None
 
     def void_samples(self, position: int) -> None:
-        """Samples leased up to here are no longer this session's, so nothing it gives from now on contains them."""
+        """Exclude the leased samples up to this position from future answers, because the lease was taken back."""
         self.totals = dataclasses.replace(self.totals, samples=position)
         for held in self.held:
             held.since = dataclasses.replace(held.since, samples=position)
 
     @property
     def settled_samples(self) -> int:
-        """Nothing given from now on contains leased samples up to here."""
+        """The position up to which no future answer contains leased samples."""
         return min(held.since.samples for held in self.held)
 
     def start_over(self) -> None:
-        """The syncer does not know the versions held here: every fragment is fetched again."""
+        """Discard all adopted versions, because the syncer does not accept them. Every fragment is fetched again."""
         for fragment in range(len(self.held)):
             self.held[fragment] = Held(since=self.totals)
 
@@ -216,7 +223,7 @@ class Exchange:
         return any(held.question is not None and self._answer(held) is not None for held in self.held)
 
     def answers(self, busy: Collection[int] = ()) -> list[Give | GiveNothing]:
-        """Questions that can be answered now; each is handed out once. Those of busy fragments wait."""
+        """Answers that can be given now; each is returned once. Questions about busy fragments stay open."""
         ready = []
         for index, held in enumerate(self.held):
             answer = self._answer(held)
@@ -245,30 +252,30 @@ class Exchange:
         return GiveNothing(question) if stopped or self.must_wait() else None
 
     def given(self, give: Give) -> None:
-        """The snapshot for this answer has been taken."""
+        """Record that the snapshot for this answer was taken."""
         held = self.held[give.question.fragment]
         held.gives = [*held.gives, give.at][-KEPT_GIVES:]
 
     def encoded(self, give: Give) -> None:
-        """The bytes of this answer exist, and are kept until it is delivered or no longer wanted."""
+        """Record that this answer is encoded. Its bytes are kept until it is delivered or obsolete."""
         held = self.held[give.question.fragment]
         if held.version == give.base and held.gives and held.gives[-1] == give.at:
             held.undelivered = give
 
     def delivered(self, question: Question) -> None:
-        """The syncer has said what became of the answer."""
+        """Record that the syncer has replied to the answer."""
         held = self.held[question.fragment]
         if held.undelivered is not None and held.undelivered.question.round == question.round:
             held.undelivered = None
 
     def still_wanted(self, question: Question) -> bool:
-        """Whether an answer that did not get through should be sent again, as it was: the first may have arrived."""
+        """Whether an undelivered answer to this question should be sent again."""
         return self.held[question.fragment].answered == question.round
 
     # ------------------------------------------------------------ the training loop
 
     def stepped(self, tokens: int, samples: int = 0) -> list[int]:
-        """One inner step is done. Returns the fragments to snapshot at this very step (lock-step only)."""
+        """Count one inner step. Returns the fragments to snapshot at exactly this step (lock-step only)."""
         self.step += 1
         self.totals = Mark(self.totals.steps + 1, self.totals.tokens + tokens, self.totals.samples + samples)
         if not self.sync.wait or self.phase != "training":
@@ -281,7 +288,7 @@ class Exchange:
         return due
 
     def adoptable(self) -> list[Version]:
-        """Fetched versions that may be put into the model at this step boundary."""
+        """Fetched versions that may be adopted at this step boundary."""
         return [held.fetched for held in self.held if held.fetched is not None and self._may_adopt(held, held.fetched)]
 
     def _may_adopt(self, held: Held, version: Version) -> bool:
@@ -292,18 +299,19 @@ class Exchange:
         return self.step >= self.schedule.adopt_step(version.fragment, version.round, self.sync.overlap)
 
     def _overdue(self, fragment: int, held: Held) -> bool:
+        """In lock-step: whether the merge this fragment waits for has to be adopted before the next step."""
         if held.waits_for is None:
             return False
         return self.step >= self.schedule.adopt_step(fragment, held.waits_for, self.sync.overlap)
 
     def must_wait(self) -> bool:
-        """Lock-step: is a fragment whose overlap is over still missing?"""
+        """In lock-step: whether the next step has to wait for a merge."""
         if not self.sync.wait or self.phase != "training":
             return False
         return any(self._overdue(fragment, held) for fragment, held in enumerate(self.held))
 
     def adopted(self, version: Version) -> None:
-        """The version is in the model now."""
+        """Record that this version is in the model now."""
         held = self.held[version.fragment]
         held.since = self.uncounted_since(version) if self.sync.adopt == "carry" else self.totals
         held.gives = [give for give in held.gives if give.steps > held.since.steps]
@@ -315,7 +323,7 @@ class Exchange:
             held.waits_for = None
 
     def uncounted_since(self, version: Version) -> Mark:
-        """The totals from which on progress is not part of this version: those of the answer it contains, or as before."""
+        """Totals from which progress is not part of this version: those of the newest answer it contains."""
         held = self.held[version.fragment]
         if held.version < 0:
             return self.totals

@@ -1,4 +1,4 @@
-"""Is a contribution healthy? It is judged by what came for the same fragment lately, not by what its sender says of it."""
+"""The guard against bad contributions: compares a contribution with recent ones to the same fragment."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 
 HISTORY = 64
 ENOUGH = 8
-"""With fewer contributions seen than this, nothing is called an outlier."""
+"""Contributions needed before anything counts as an outlier."""
 
 
 @dataclass
 class SizeHistory:
-    """How large recent contributions to one fragment were."""
+    """Norms and step counts of recent contributions to one fragment."""
 
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     def limit(self, factor: float, steps: int) -> float:
-        """The largest norm that passes. More steps than usual may have gone further, at most in proportion."""
+        """The largest acceptable norm. It grows in proportion for contributions of more steps than usual."""
         if len(self.norms) < ENOUGH or factor == 0:
             return math.inf
         usual = statistics.median(self.norms)
@@ -29,13 +29,13 @@ class SizeHistory:
         return factor * usual * max(1.0, steps / max(1.0, statistics.median(self.steps)))
 
     def add(self, norm: float, steps: int, limit: float) -> None:
-        """One more. An outlier counts as the largest that would have passed, so that it cannot make way for the next, but if
-        most contributions have become that large, that is the new measure."""
+        """Add a contribution. An outlier is clamped to the limit: a single one barely moves the median, but if most
+        contributions become larger, the limit follows."""
         self.norms.append(min(norm, limit))
         self.steps.append(steps)
 
     def summary(self) -> tuple[float, int] | None:
-        """Enough to go on after a restart."""
+        """Median norm and steps, enough to continue after a restart; None if the history is too short."""
         if len(self.norms) < ENOUGH:
             return None
         return statistics.median(self.norms), int(statistics.median(self.steps))
@@ -50,12 +50,12 @@ class SizeHistory:
 
 
 def why_unhealthy(history: SizeHistory, norm: float, steps: int, factor: float, repeated: bool = False) -> str | None:
-    """What is wrong with a contribution of this norm, or None."""
+    """Why a contribution of this norm is unhealthy, or None."""
     if not math.isfinite(norm):
         return "not finite, or beyond any plausible size"
     if repeated and norm > 0:
-        return "the same, bit for bit, as its last one: progress does not repeat itself"
+        return "bit for bit identical to its previous contribution"
     limit = history.limit(factor, steps)
     if norm > limit:
-        return f"an outlier: its norm is {norm:.3g}, and what came lately allows at most {limit:.3g}"
+        return f"an outlier: its norm is {norm:.3g}, recent contributions allow at most {limit:.3g}"
     return None

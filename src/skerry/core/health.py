@@ -1,4 +1,4 @@
-"""Is the run as a whole getting better? Watches the training loss that learners report, and says when the model is bad."""
+"""Divergence detection: compares the training loss that learners report with its best level."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 CHECKS_BAD = 3
-"""So many checks in a row must find the loss too high: one bad batch is no divergence."""
+"""Consecutive checks that must find the loss too high. A single bad batch is not divergence."""
 
-Verdict = Literal["unknown", "healthy", "doubtful", "diverged"]
+HealthStatus = Literal["unknown", "healthy", "doubtful", "diverged"]
 
 
 @dataclass
 class Health:
-    """Compares the median loss of those who train with the best level it has had."""
+    """Compares the median loss of the training learners with the best level so far."""
 
     factor: float
-    """The loss may rise to this many times its best level; 0 means nobody watches."""
+    """The loss may rise to this many times its best level; 0 disables the check."""
     best: float | None = None
     level: float | None = None
+    """The current loss: the median over learners, smoothed over the last checks."""
     bad: int = 0
+    """Consecutive checks that found the loss too high."""
     losses: dict[str, float] = field(default_factory=dict)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=3))
 
@@ -30,8 +32,8 @@ class Health:
         if loss is not None:
             self.losses[name] = loss if math.isfinite(loss) else math.inf
 
-    def check(self, names: list[str]) -> Verdict:
-        """Once in a while, with those who train now."""
+    def check(self, names: list[str]) -> HealthStatus:
+        """Assess the latest losses of the learners that train now. Called once per H steps."""
         self.losses = {name: loss for name, loss in self.losses.items() if name in names}
         if self.factor == 0 or not self.losses:
             return "unknown"
@@ -47,7 +49,7 @@ class Health:
         return "doubtful"
 
     def start_again(self) -> None:
-        """After the model was put back: what was reported before does not count."""
+        """Forget all reported losses, after a rollback."""
         self.bad = 0
         self.level = None
         self.losses.clear()

@@ -1,4 +1,4 @@
-"""Membership: learners join, are replaced, fall silent, leave. Part of the syncer's state machine; rules are in syncer.py."""
+"""Membership: learners join, are replaced, fall silent and leave. Part of the syncer's state machine; see its rules."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from skerry.core.rounds import Rounds
 from skerry.core.state import LearnerState, RunState
 
 RETURN_S = 7.0
-"""A learner that lost the syncer tries again after 6.5 seconds at the latest."""
+"""Time for learners to reconnect to a restarted syncer. Their back-off is at most 6.5 seconds."""
 REMEMBERED = 500
-"""Learners that are gone but still known, in case they come back."""
+"""Gone learners to remember, in case they come back."""
 
 
 class Membership:
     def __init__(self, run: RunState, rounds: Rounds, leases: LeasePolicy, now: float) -> None:
         self._run, self._rounds, self._leases = run, rounds, leases
-        # After a restart. In lock-step learners that are away are waited for anyway.
+        # Only non-empty after a restart. In lock-step, rounds wait for learners that are away in any case.
         self._returning = set() if run.sync.wait else {learner.name for learner in run.in_phase("away")}
         self._expected_until = now + RETURN_S
 
     # ------------------------------------------------------------ joining
 
     def hello(self, event: Hello, now: float, actions: list[Action]) -> Verdict:
-        """Let a learner in, or refuse it (rules 6, 7, 11)."""
+        """Admit a learner or refuse it (rules 6, 7, 11)."""
         run, name = self._run, event.learner
         self._returning.discard(name)
         known = run.learners.get(name)
@@ -46,7 +46,7 @@ class Membership:
             actions.append(records.Refused(reason, name))
             return Verdict(reason)
         versions = tuple(fragment.version for fragment in run.fragments)
-        # Progress since versions of this run is welcome, whether or not this syncer process remembers the learner.
+        # Progress since versions of this run is accepted even if this syncer process does not remember the learner.
         resumed = len(event.held) == len(versions) and all(0 <= h <= v for h, v in zip(event.held, versions, strict=True))
         resumed = self._leases.settle(event, resumed, actions)
         learner = self._admit(event, known, resumed, now, actions)
@@ -63,8 +63,8 @@ class Membership:
         if known is not None and event.session in known.retired:
             return "another process has taken its place"
         if event.leased > self._leases.given_to(event.learner, event.session) and not self._run.recoveries:
-            # It was forgotten, and what it did with its data cannot be told any more.
-            return "its leases are not known"
+            # The learner was forgotten, and with it which of its samples are in a merge.
+            return "the syncer has no record of its leases"
         return None
 
     def _admit(
@@ -115,12 +115,12 @@ class Membership:
         )
 
     def _go_on(self, learner: LearnerState, actions: list[Action]) -> None:
-        """A learner that trained before is back."""
+        """Let a learner that reconnected continue training."""
         run = self._run
         if run.phase == "gathering":
             run.phase = "running"
         if run.sync.wait:
-            # The others may have gone on without it; in lock-step it goes on from where they are.
+            # In lock-step the others may have moved on, so the learner skips to their step.
             learner.step = max(learner.step, run.step)
         actions.append(Begin(learner.name, learner.step))
         if run.phase == "closing":
@@ -128,7 +128,7 @@ class Membership:
         self._rounds.ask_returned(learner.name, actions)
 
     def begin(self, actions: list[Action]) -> None:
-        """Start learners that are ready, once enough of them are there."""
+        """Start the learners that are ready, once there are enough of them."""
         run = self._run
         waiting = [learner for learner in run.in_phase("waiting") if learner.ready]
         if run.phase == "gathering" and len(waiting) >= run.sync.start_with:
@@ -146,13 +146,13 @@ class Membership:
             actions.append(Begin(learner.name, run.step))
 
     def waits_for_returns(self, now: float) -> bool:
-        """After a restart: the first learner to come back must not be merged alone while the others look for the way."""
+        """Whether known learners may still reconnect after a restart, so that merging the first one alone is premature."""
         return bool(self._returning) and now < self._expected_until
 
     # ------------------------------------------------------------ reports, silence, leaving
 
     def reported(self, event: Reported, now: float, actions: list[Action]) -> bool:
-        """False if this learner is not in the run."""
+        """Apply a heartbeat. Returns False if this learner is not in the run."""
         learner = self._run.learners.get(event.learner)
         if learner is None or learner.phase == "gone":
             return False
@@ -190,10 +190,11 @@ class Membership:
             self._rounds.drop_unanswered(event.learner)
 
     def notice_silence(self, now: float, actions: list[Action]) -> None:
+        """Give up learners that have been silent for `silence_s`, and reclaim expired leases."""
         for learner in self._run.live():
             if now >= learner.heard_at + self._run.sync.silence_s:
                 if learner.phase != "away":
-                    # It may only be frozen: it will find its stream ended, and connect again with the same session.
+                    # Not final: a process that was only frozen finds its stream closed and reconnects with the same session.
                     actions.append(Goodbye(learner.name, "silent", final=False))
                 actions.append(records.Lost(learner.name, round(now - learner.heard_at, 3)))
                 learner.phase, learner.gone_at = "gone", now
@@ -203,7 +204,7 @@ class Membership:
         self._forget_long_gone(actions)
 
     def _forget_long_gone(self, actions: list[Action]) -> None:
-        """Learners that come and go for ever must not pile up; their tokens stay counted."""
+        """Forget the oldest gone learners, so that memory stays bounded. Their tokens stay counted."""
         gone = self._run.in_phase("gone")
         if len(gone) <= REMEMBERED:
             return
@@ -217,7 +218,7 @@ class Membership:
                     fragment.counted.pop(learner.name, None)
 
     def dismiss_leaving(self, now: float, actions: list[Action]) -> None:
-        """Say goodbye to leaving learners that have given everything (rule 8)."""
+        """Dismiss leaving learners that have contributed everything they can (rule 8)."""
         for learner in self._run.in_phase("leaving"):
             if self._rounds.has_given_all(learner, now):
                 learner.phase = "gone"
@@ -226,7 +227,7 @@ class Membership:
                 actions.append(Goodbye(learner.name, LEFT))
 
     def let_go_of_all(self, why: str, actions: list[Action]) -> None:
-        """No session of before will come back. What they trained on stays counted, what they held is given to others."""
+        """Forget all sessions; none will return. Their tokens stay counted, their leased data goes to others."""
         if self._run.phase == "running":
             self._run.phase = "gathering"
         self._leases.end_all(why, actions)
@@ -236,7 +237,7 @@ class Membership:
         self._returning.clear()
 
     def _bank(self, learner: LearnerState, actions: list[Action]) -> None:
-        """This session is over, but what it trained on stays counted."""
+        """Keep counting the tokens of a session that is over."""
         if learner.tokens:
             self._run.banked_tokens += learner.tokens
             actions.append(records.Banked(learner.name, learner.session, learner.tokens))
@@ -246,6 +247,6 @@ class Membership:
         return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
     def wakes(self, now: float) -> list[float]:
-        """When something here is due although nothing happens."""
+        """Times at which something is due here even if no event arrives."""
         times = [learner.heard_at + self._run.sync.silence_s for learner in self._run.live()]
         return times + ([self._expected_until] if self.waits_for_returns(now) else [])

@@ -1,6 +1,6 @@
-"""What can happen to the syncer (events) and what it decides (actions). Plain data, without behaviour.
+"""Events that the syncer core handles and actions that it orders. Plain data, without behaviour.
 
-A decision that is only written down is a record (records.py), which is an action like the others.
+A tape record (records.py) is an action too: it orders nothing but to be written.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from skerry.core.share import Share
 
 @dataclass(frozen=True)
 class Hello:
-    """A learner wants to join. The session names its process: the same session again is a reconnect, another one a restart."""
+    """A learner wants to join. The session identifies its process: a known session is a reconnect, a new one a restart."""
 
     learner: str
     session: str
     step: int = 0
     tokens: int = 0
     held: tuple[int, ...] = ()
-    """Versions it holds, one per fragment; empty for a learner that has none yet."""
+    """The versions it holds, one per fragment; empty if it has none yet."""
     region: str = ""
     leased: int = 0
-    """How many samples it knows it was given."""
+    """Samples it knows it was given."""
     lease_floor: int = 0
-    """Up to where it knows that they are no longer its own."""
+    """The position up to which it knows that its leases were taken back."""
     platform: str = ""
-    """What the last bit of its arithmetic depends on."""
+    """Everything that its arithmetic depends on to the last bit: library, device, threads."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Reported:
-    """A learner's heartbeat: its own step, and the tokens its session has trained on."""
+    """A learner's heartbeat: its step, and the tokens its session has trained on."""
 
     learner: str
     step: int
@@ -50,12 +50,12 @@ class Reported:
     step_time_s: float
     loss: float | None = None
     need: Need | None = None
-    """What it needs of leased data, if it uses any."""
+    """Its demand for leased data, if it uses leases."""
 
 
 @dataclass(frozen=True)
 class DataDeclared:
-    """A learner says which data it can read, and wants leases for it."""
+    """A learner declares which data pools it can read and asks for leases."""
 
     learner: str
     pools: tuple[Pool, ...]
@@ -63,32 +63,32 @@ class DataDeclared:
 
 @dataclass(frozen=True)
 class Contributed:
-    """A contribution has arrived whole."""
+    """A contribution has arrived completely."""
 
     learner: str
     fragment: int
     round: int
     """The round it answers."""
     base: int
-    """The version it is progress since."""
+    """The version from which the progress counts."""
     steps: int
     tokens: int
     at_step: int = 0
-    """The learner's own step count when the snapshot was taken."""
+    """The session's total steps when the snapshot was taken."""
     norm: float = 0.0
     """The contribution's Euclidean norm; not finite if the contribution is not."""
     repeated: bool = False
-    """It is bit for bit what this learner sent for the fragment last time."""
+    """Whether it is bit for bit identical to this learner's previous contribution to the fragment."""
     session: str = ""
     samples: tuple[int, int] = (0, 0)
-    """Leased samples in it, as positions in the sequence its session was given: from, to."""
+    """Leased samples it covers, as (from, to) positions in the session's lease sequence."""
     at_tokens: int = 0
-    """The learner's own token count when the snapshot was taken."""
+    """The session's total tokens when the snapshot was taken."""
 
 
 @dataclass(frozen=True)
 class NothingToGive:
-    """A learner that was asked has made no progress."""
+    """A learner that was asked has no progress to contribute."""
 
     learner: str
     fragment: int
@@ -97,7 +97,7 @@ class NothingToGive:
 
 @dataclass(frozen=True)
 class LeaveRequested:
-    """A learner wants to go, after one last contribution to every fragment."""
+    """A learner wants to leave, after a last contribution to every fragment."""
 
     learner: str
 
@@ -112,7 +112,7 @@ class StreamEnded:
 
 @dataclass(frozen=True)
 class Stored:
-    """The merge that was ordered is computed and durable."""
+    """The ordered merge or restore is computed and durable."""
 
     fragment: int
     version: int
@@ -120,7 +120,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class StoreFailed:
-    """The merge that was ordered could not be computed or made durable. Nothing has changed; it will be tried again."""
+    """The ordered merge or restore could not be computed or made durable. Nothing has changed; it will be retried."""
 
     fragment: int
     reason: str
@@ -128,29 +128,30 @@ class StoreFailed:
 
 @dataclass(frozen=True)
 class GoodCopyKept:
-    """The copy of the whole model that was ordered can be gone back to; or it could not be written."""
+    """The ordered good copy of the model was written, or could not be."""
 
     step: int
     failure: str = ""
+    """Why it could not be written; empty if it was."""
 
 
 @dataclass(frozen=True)
 class FragmentsAway:
-    """The process that has the data of these fragments is gone, and with it what was gathered for them."""
+    """The process that serves these fragments is gone, and the contributions it had gathered are lost."""
 
     fragments: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class FragmentsBack:
-    """These fragments are served again, as they were stored last."""
+    """These fragments are served again, from their last stored versions."""
 
     fragments: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class FragmentRecovered:
-    """The newest version of this fragment is lost for good. It goes on from an older state, as this version."""
+    """The newest version of this fragment is lost for good. An older state takes its place as this new version."""
 
     fragment: int
     version: int
@@ -158,7 +159,7 @@ class FragmentRecovered:
 
 @dataclass(frozen=True)
 class CloseRequested:
-    """An operator asked for the run to end now."""
+    """An operator asked to end the run."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ Event = (
 
 @dataclass(frozen=True)
 class Welcome:
-    """Tell a learner its place: slot, the run's step, the current versions."""
+    """Admit a learner: tell it its slot, the run's step and the current versions."""
 
     learner: str
     slot: int
@@ -198,17 +199,17 @@ class Welcome:
     resumed: bool
     versions: tuple[int, ...]
     merged_rounds: tuple[int, ...]
-    """For each fragment: the round its version was merged in."""
+    """Per fragment: the round in which its version was merged."""
     counted: tuple[int, ...]
-    """For each fragment: how many of the learner's own steps are part of the current version."""
+    """Per fragment: how many of the learner's own steps are part of the current version."""
     quarantined: bool = False
     leased: int = 0
-    """Samples it was ever given. If it does not resume, it no longer holds any of them."""
+    """Total samples ever leased to this session. If it does not resume, it no longer holds any of them."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Tell a session that these samples are its own, once that is durable."""
+    """Tell a session that these samples are leased to it, once that is durable."""
 
     learner: str
     session: str
@@ -228,7 +229,7 @@ class NoLease:
 
 @dataclass(frozen=True)
 class Begin:
-    """Tell a learner to start training, from the run's step."""
+    """Tell a learner to start training at the run's step."""
 
     learner: str
     step: int
@@ -236,20 +237,19 @@ class Begin:
 
 @dataclass(frozen=True)
 class Ask:
-    """Ask a learner for its progress on a fragment, counted from version `min_base` or later, which contains what it gave
-    before."""
+    """Ask a learner for its progress on a fragment since version `min_base` or later."""
 
     learner: str
     fragment: int
     round: int
     min_base: int
     anew: bool = False
-    """Its answer to this question was lost. It must answer again."""
+    """An earlier answer to this question was lost, so the learner must answer again."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Compute the next version from these contributions, make it durable, then report Stored."""
+    """Compute the next version from these contributions, make it durable, then send Stored."""
 
     fragment: int
     version: int
@@ -264,20 +264,20 @@ class Merge:
 
     @property
     def fresh(self) -> tuple[bool, ...]:
-        """Which contributions are progress since the version before this one."""
+        """Which contributions count from the previous version, not from an older one."""
         return tuple(share.base == self.version - 1 for share in self.shares)
 
 
 @dataclass(frozen=True)
 class KeepGood:
-    """Keep a copy of the model as it is now, then report GoodCopyKept."""
+    """Keep a copy of the current model as the good copy, then send GoodCopyKept."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Restore:
-    """Make the next version of this fragment from the good copy of that step, make it durable, then report Stored."""
+    """Make the next version of this fragment from the good copy, make it durable, then send Stored."""
 
     fragment: int
     version: int
@@ -294,19 +294,19 @@ class Announce:
     version: int
     round: int
     counted: tuple[int, ...]
-    """For each of them: how many of its own steps are part of the new version."""
+    """Per learner: how many of its own steps are part of the new version."""
 
 
 @dataclass(frozen=True)
 class StopTraining:
-    """Tell a learner that the run is closing: stop, and give what it has."""
+    """Tell a learner that the run is closing: stop training and contribute what it has."""
 
     learner: str
 
 
 @dataclass(frozen=True)
 class Caution:
-    """Tell a learner that its contributions are no longer merged because they are unhealthy, or that they are again."""
+    """Tell a learner that it is in quarantine because its contributions are unhealthy, or that the quarantine is over."""
 
     learner: str
     quarantined: bool
@@ -319,7 +319,7 @@ OVER = "the run is over"
 
 @dataclass(frozen=True)
 class Goodbye:
-    """End a learner's stream. If it is not final, the learner may connect again."""
+    """End a learner's stream. Unless it is final, the learner may reconnect."""
 
     learner: str
     reason: str
@@ -328,7 +328,7 @@ class Goodbye:
 
 @dataclass(frozen=True)
 class WakeAt:
-    """Send a Tick at this time, unless something happens earlier."""
+    """Send a Tick at this time, unless another event comes first."""
 
     at: float
 
@@ -361,14 +361,14 @@ Action = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to a learner that wants to join or has contributed."""
+    """The answer to a Hello or a contribution: accepted, or refused and why."""
 
     reason: str = ""
-    """Why not; empty if it was accepted."""
+    """Why it was refused; empty if it was accepted."""
     unhealthy: bool = False
-    """The contribution arrived as it was sent, and cannot be merged."""
+    """The contribution arrived intact but cannot be merged."""
     merged: bool = True
-    """The contribution takes part in the next merge. False for a healthy one from a learner in quarantine."""
+    """The contribution takes part in the next merge. False for a healthy contribution of a learner in quarantine."""
 
     @property
     def accepted(self) -> bool:
@@ -377,7 +377,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What follows from an event: what to do, in order, and the verdict if the event asked for one."""
+    """The result of an event: actions to take, in order, and a verdict if the event asked for one."""
 
     actions: list[Action]
     verdict: Verdict | None = None

@@ -1,4 +1,4 @@
-"""How long a merge waits for more contributions once it has its quorum."""
+"""The grace window: how long a merge waits for more contributions once it has its quorum."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class MovingAverage:
-    """Exponential average that starts at its first sample."""
+    """Exponential moving average that starts at its first sample."""
 
     share: float = 0.2
+    """Weight of a new sample."""
     value: float | None = None
 
     def add(self, sample: float) -> None:
@@ -20,36 +21,41 @@ class MovingAverage:
 
 
 LONGEST = 3.0
-"""Times H steps: an exchange is not reckoned with as longer than this."""
+"""Cap on the measured duration of an exchange, as a multiple of H steps."""
 
 
 @dataclass
 class GraceWindow:
     """grace = γ · max(τ · step_time − taken, taken), with taken = quorum_time + sync_time.
 
-    An exchange may take τ inner steps. What is left of that time after gathering the quorum and after merging, storing
-    and announcing is free to be spent on waiting for slower learners. Where steps are so short that nothing is left, a merge
-    waits as long as the exchange takes by itself: it is late in any case, and to be twice as late costs less than to
-    merge the first answer alone and lose what the others were about to give. Fragments then come up less often: see flow.py.
+    An exchange may take τ inner steps. The time left after gathering the quorum, merging, storing and announcing is spent
+    waiting for slower learners. If steps are so short that no time is left, a merge waits as long as the exchange itself
+    takes: it is late in any case, and being twice as late costs less than merging the first answer alone and losing the
+    others. Fragments are then exchanged less often (see flow.py).
     """
 
     share: float
+    """γ."""
     overlap: int
+    """τ."""
     every: int
+    """H."""
     quorum_time: MovingAverage = field(default_factory=MovingAverage)
     sync_time: MovingAverage = field(default_factory=MovingAverage)
 
     def taken(self, step_time_s: float) -> float:
-        """What an exchange takes by itself."""
+        """Average duration of an exchange without the grace window."""
         return min(self.quorum_time.get() + self.sync_time.get(), self.longest(step_time_s))
 
     def longest(self, step_time_s: float) -> float:
+        """Cap on the measured duration of an exchange."""
         return LONGEST * self.every * step_time_s
 
     def allowed(self, step_time_s: float) -> float:
-        """What an exchange may take."""
+        """How long an exchange may take: τ steps, at least one."""
         return max(self.overlap, 1) * step_time_s
 
     def seconds(self, step_time_s: float) -> float:
+        """Length of the grace window."""
         taken = self.taken(step_time_s)
         return self.share * max(self.overlap * step_time_s - taken, taken)

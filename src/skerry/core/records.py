@@ -1,6 +1,6 @@
-"""What is written on the tape: one class for each kind of record. The only place that knows the schema.
+"""The tape's schema: one class per kind of record. The only place that defines it.
 
-Tuples are written as JSON lists and read back as tuples; fields without a value are left out. docs/tape.md is generated from
+Tuples are written as JSON lists and read back as tuples. Fields that are None are left out. docs/tape.md is generated from
 this file.
 """
 
@@ -16,7 +16,7 @@ from skerry.core.share import Share
 
 @dataclass(frozen=True)
 class Created(TapeRecord):
-    """The run folder was made."""
+    """The run folder was created."""
 
     fragments: int
 
@@ -31,14 +31,14 @@ class SyncerStarted(TapeRecord):
 
 @dataclass(frozen=True)
 class Began(TapeRecord):
-    """Enough learners are there, and training starts."""
+    """Enough learners have joined, and training starts."""
 
     learners: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Closing(TapeRecord):
-    """The run closes: everyone stops, and every fragment is merged once more."""
+    """The run closes: everyone stops, and every fragment is merged a last time."""
 
     why: str
     """`budget` or `requested`."""
@@ -48,7 +48,7 @@ class Closing(TapeRecord):
 
 @dataclass(frozen=True)
 class Ended(TapeRecord):
-    """Every fragment is final."""
+    """The run has ended; every fragment is final."""
 
     step: int
     tokens: int
@@ -60,7 +60,7 @@ class Ended(TapeRecord):
 
 @dataclass(frozen=True)
 class Joined(TapeRecord):
-    """A learner was let in. If it resumed, it keeps the versions and progress it has."""
+    """A learner was admitted. If it resumed, it keeps its versions and progress."""
 
     learner: str
     session: str
@@ -69,7 +69,7 @@ class Joined(TapeRecord):
     resumed: bool
     step: int
     platform: str = ""
-    """What the last bit of its arithmetic depends on: library, device, threads."""
+    """Everything that its arithmetic depends on to the last bit: library, device, threads."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Lost(TapeRecord):
 
 @dataclass(frozen=True)
 class Leaving(TapeRecord):
-    """A learner asked to leave, after one last contribution to every fragment."""
+    """A learner asked to leave, after a last contribution to every fragment."""
 
     learner: str
 
@@ -103,7 +103,7 @@ class Left(TapeRecord):
 
 @dataclass(frozen=True)
 class Banked(TapeRecord):
-    """A session is over. Tokens it trained on stay counted."""
+    """A session is over. Its tokens stay counted."""
 
     learner: str
     session: str
@@ -112,7 +112,7 @@ class Banked(TapeRecord):
 
 @dataclass(frozen=True)
 class OptimizerRestored(TapeRecord):
-    """A learner that joined a running run says where its optimizer state came from: own, peer or cold."""
+    """A learner that joined late reported where its optimizer state came from: own, peer or cold."""
 
     learner: str
     source: str
@@ -120,7 +120,7 @@ class OptimizerRestored(TapeRecord):
 
 @dataclass(frozen=True)
 class StateRelayed(TapeRecord):
-    """A learner was given the optimizer state of a peer."""
+    """A learner received the optimizer state of a peer."""
 
     learner: str
     donor: str
@@ -128,25 +128,26 @@ class StateRelayed(TapeRecord):
 
 @dataclass(frozen=True)
 class Journaled(TapeRecord):
-    """What a session did that cannot be derived from the rest of the tape; a replay needs it."""
+    """A session's local actions that a replay needs and the rest of the tape does not contain."""
 
     learner: str
     session: str
     since: int
-    """Entries are complete from this step on ..."""
+    """First step for which the entries are complete."""
     until: int
-    """... up to this one."""
+    """Last step for which the entries are complete."""
     adopted: tuple[tuple[int, int, int, bool], ...] = ()
-    """(after step, fragment, version, whether it was taken as it is, whatever the rule of adoption)."""
+    """(after step, fragment, version, whether it overwrote the local values regardless of `sync.adopt`)."""
     tokens: tuple[tuple[int, int], ...] = ()
-    """(from step on, run tokens that its schedule follows)."""
+    """(first step, run tokens that the learning-rate schedule uses from there on)."""
     data: tuple[tuple[int, tuple[tuple[str, int, int], ...]], ...] = ()
-    """(step, ranges of samples as (pool, start, count)), where they do not continue those of the step before."""
+    """(step, sample ranges as (pool, start, count)), for steps whose samples do not continue those of the previous step."""
     gaps: tuple[tuple[int, int], ...] = ()
-    """Steps whose entries had to be dropped: from, to."""
+    """(from, to): steps whose entries were dropped."""
     source: str | None = None
+    """Where its optimizer state came from: own, peer or cold."""
     origin: tuple[tuple[str, int], ...] | None = None
-    """Where its optimizer state came from: sessions, and after how many of their steps."""
+    """(session, step): the sessions its optimizer state came from, and after how many of their steps."""
 
 
 # ---------------------------------------------------------------- rounds and merges
@@ -171,7 +172,7 @@ class Cancelled(TapeRecord):
 
 @dataclass(frozen=True)
 class Dropped(TapeRecord):
-    """The process that held these contributions is gone, and with it what was gathered. It is asked for again."""
+    """The process that held these contributions is gone. Learners are asked for them again."""
 
     fragment: int
     round: int
@@ -181,7 +182,7 @@ class Dropped(TapeRecord):
 
 @dataclass(frozen=True)
 class Merged(TapeRecord):
-    """An outer step: a new version of a fragment, with everything it was computed from."""
+    """An outer step: a new version of a fragment, with all its inputs."""
 
     fragment: int
     version: int
@@ -190,14 +191,14 @@ class Merged(TapeRecord):
     outer_lr: float
     outer_momentum: float
     presence: float
-    """The progress was scaled by this, because asked learners were missing."""
+    """Factor by which the progress was scaled, because some of the asked learners were missing."""
     asked: int = 0
     """Learners that were asked or answered."""
 
 
 @dataclass(frozen=True)
 class MergeFailed(TapeRecord):
-    """A merge could not be computed or stored. It is tried again; repeated failures are one record."""
+    """A merge could not be computed or stored. It is retried; repeated failures share one record."""
 
     fragment: int
     round: int
@@ -210,7 +211,7 @@ class MergeFailed(TapeRecord):
 
 @dataclass(frozen=True)
 class LeftOut(TapeRecord):
-    """At the end of the run nobody served this fragment, so it stays at this version."""
+    """No process served this fragment at the end of the run, so it stays at this version."""
 
     fragment: int
     version: int
@@ -221,7 +222,7 @@ class LeftOut(TapeRecord):
 
 @dataclass(frozen=True)
 class Refused(TapeRecord):
-    """Something a peer sent was turned down."""
+    """A message from a learner or shard was refused."""
 
     reason: str
     learner: str | None = None
@@ -232,7 +233,7 @@ class Refused(TapeRecord):
 
 @dataclass(frozen=True)
 class Unhealthy(TapeRecord):
-    """A contribution was left out of its merge."""
+    """A contribution was excluded from its merge."""
 
     learner: str
     fragment: int
@@ -242,7 +243,7 @@ class Unhealthy(TapeRecord):
 
 @dataclass(frozen=True)
 class Quarantined(TapeRecord):
-    """A learner's contributions are not merged until it has sent several healthy ones."""
+    """A learner's contributions are not merged until it has sent `sync.strikes` healthy ones."""
 
     learner: str
     reason: str
@@ -257,7 +258,7 @@ class Readmitted(TapeRecord):
 
 @dataclass(frozen=True)
 class Diverged(TapeRecord):
-    """The loss stayed far above its best. The model is put back to the good copy, unless `why` says why not."""
+    """The loss stayed far above its best. The model is rolled back to the good copy, unless `why` says why not."""
 
     step: int
     rolled_back: bool
@@ -270,14 +271,14 @@ class Diverged(TapeRecord):
 
 @dataclass(frozen=True)
 class GoodKept(TapeRecord):
-    """A copy of the model was kept that can be gone back to."""
+    """A good copy of the model was kept for a later rollback."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class GoodNotKept(TapeRecord):
-    """Such a copy could not be written."""
+    """A good copy of the model could not be written."""
 
     step: int
     reason: str
@@ -285,7 +286,7 @@ class GoodNotKept(TapeRecord):
 
 @dataclass(frozen=True)
 class Restored(TapeRecord):
-    """A fragment was put back to the good copy, as a new version."""
+    """A fragment was rolled back to the good copy, as a new version."""
 
     fragment: int
     version: int
@@ -294,7 +295,7 @@ class Restored(TapeRecord):
 
 @dataclass(frozen=True)
 class NotRestored(TapeRecord):
-    """A fragment could not be put back and goes on from what it is."""
+    """A fragment could not be rolled back and keeps its current values."""
 
     fragment: int
     reason: str
@@ -305,12 +306,12 @@ class NotRestored(TapeRecord):
 
 @dataclass(frozen=True)
 class Leased(TapeRecord):
-    """A range of samples was given to a session."""
+    """A range of samples was leased to a session."""
 
     learner: str
     session: str
     position: int
-    """Where it starts in the sequence of all samples this session was given."""
+    """Where the range starts in the sequence of all samples leased to this session."""
     pool: str
     start: int
     count: int
@@ -318,7 +319,7 @@ class Leased(TapeRecord):
 
 @dataclass(frozen=True)
 class Returned(TapeRecord):
-    """Samples that are in no merge were taken back from a session, to be leased again."""
+    """Samples that are in no merge were taken back from a session and will be leased again."""
 
     learner: str
     session: str
@@ -340,7 +341,7 @@ class SnapshotTaken(TapeRecord):
     step: int
     tokens: int
     islands: tuple[tuple[str, str], ...]
-    """(learner, "kept" or why its optimizer state is not in it)."""
+    """(learner, "kept" or why the snapshot does not include its optimizer state)."""
     seconds: float
 
 
@@ -353,7 +354,7 @@ class SnapshotFailed(TapeRecord):
 
 @dataclass(frozen=True)
 class RestoredFrom(TapeRecord):
-    """This run was made from a snapshot of another one."""
+    """This run was created from a snapshot of another run."""
 
     run_id: str
     number: int
@@ -362,7 +363,7 @@ class RestoredFrom(TapeRecord):
 
 @dataclass(frozen=True)
 class Repaired(TapeRecord):
-    """Something in the run folder was missing or damaged when it was opened."""
+    """A part of the run folder was missing or damaged when the folder was opened."""
 
     what: str
     """One line: what was wrong, and what that cost."""
@@ -370,19 +371,19 @@ class Repaired(TapeRecord):
 
 @dataclass(frozen=True)
 class Recovered(TapeRecord):
-    """The newest version of a fragment was damaged. The fragment goes on as `version`."""
+    """The newest version of a fragment (`lost`) was damaged. The fragment continues as `version`."""
 
     fragment: int
     lost: int
     """The damaged version."""
     version: int
     source: str
-    """Where its values came from: an island's name, or an older state in words."""
+    """Where its values came from: an island's name, or a description of the older state."""
 
 
 @dataclass(frozen=True)
 class TapeRecovered(TapeRecord):
-    """The tape itself was damaged. Records before this one may be missing."""
+    """The tape itself was damaged. Earlier records may be missing."""
 
     problem: str
     cost: str
@@ -390,10 +391,10 @@ class TapeRecovered(TapeRecord):
 
 @dataclass(frozen=True)
 class TapeGap(TapeRecord):
-    """The disk took nothing for so long that records were dropped."""
+    """The disk was not writable for so long that records were dropped."""
 
     missing: dict[str, int]
-    """How many of each kind."""
+    """Dropped records by kind."""
     until: float
     """Time of the last record dropped, in Unix seconds."""
 
@@ -411,26 +412,26 @@ class ShardJoined(TapeRecord):
 
 @dataclass(frozen=True)
 class ShardLost(TapeRecord):
-    """A shard is gone."""
+    """A shard's process is gone."""
 
     shard: int
 
 
 @dataclass(frozen=True)
 class FaultInjected(TapeRecord):
-    """Chaos did something to a part of the run on purpose."""
+    """A fault was injected on purpose (`skerry chaos`)."""
 
     part: str
     """`syncer` or the name of an island."""
     fault: str
     detail: str
     words: str
-    """The fault in the short form that a plan understands."""
+    """The fault in the syntax of a chaos plan."""
 
 
 @dataclass(frozen=True)
 class FaultHealed(TapeRecord):
-    """A fault that chaos injected is over."""
+    """An injected fault is over."""
 
     part: str
     fault: str
@@ -440,7 +441,7 @@ class FaultHealed(TapeRecord):
 
 @dataclass(frozen=True)
 class PartRestarted(TapeRecord):
-    """The supervisor started a part of the run again."""
+    """The supervisor restarted a process of the run."""
 
     part: str
     pid: int

@@ -1,4 +1,4 @@
-"""When a good copy of the model is kept, and when the model is put back to it."""
+"""Rollback: when to keep a good copy of the model, and when to restore it."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from skerry.core.messages import Action, GoodCopyKept, KeepGood
 from skerry.core.standing import Standing
 
 KEEP_ROUNDS = 8
-"""A good copy is kept once in this many times H steps."""
+"""A good copy is kept at most once per this many times H steps."""
 MAX_ROLLBACKS = 5
-"""A run that diverges again and again has another trouble than an accident."""
+"""A run that keeps diverging has a problem that rolling back does not solve."""
 
 
 class Rollback:
     def __init__(self, sync: SyncConfig, standing: Standing) -> None:
         self.health = Health(sync.rollback, standing.best_loss)
         self.good_step = standing.good_step
-        """Of the copy that is kept."""
+        """The run step of the good copy, or None."""
         self.count = standing.rollbacks
         self._every = sync.every
         self._checked_at = standing.step
         self._keeping = False
 
     def check(self, step: int, names: list[str], actions: list[Action]) -> bool:
-        """Once in H steps, with those who train now. True if the model must be put back."""
+        """Check the loss once per H steps, and order a good copy if it is healthy. Returns whether to roll back."""
         if self.health.factor == 0 or step < self._checked_at + self._every:
             return False
         self._checked_at = step
-        verdict = self.health.check(names)
-        kept_long_ago = self.good_step is None or step - self.good_step >= KEEP_ROUNDS * self._every
-        if verdict == "healthy" and kept_long_ago and not self._keeping:
+        status = self.health.check(names)
+        copy_is_old = self.good_step is None or step - self.good_step >= KEEP_ROUNDS * self._every
+        if status == "healthy" and copy_is_old and not self._keeping:
             self._keeping = True
             actions.append(KeepGood(step))
-        return verdict == "diverged" and self._diverged(step, actions)
+        return status == "diverged" and self._diverged(step, actions)
 
     def _diverged(self, step: int, actions: list[Action]) -> bool:
         level, best = self.health.level, self.health.best
         self.health.start_again()
         level = level if level is not None and math.isfinite(level) else None
         if self.good_step is None or self.count >= MAX_ROLLBACKS:
-            why = "there is no good copy yet" if self.good_step is None else f"it was put back {self.count} times already"
+            why = "there is no good copy yet" if self.good_step is None else f"it was rolled back {self.count} times already"
             actions.append(records.Diverged(step, False, level, best, why=why))
             return False
         self.count += 1

@@ -1,6 +1,6 @@
-"""Rounds: when a fragment's contributions are asked for, judged, merged and announced. Part of the syncer's state machine.
+"""Rounds: when contributions to a fragment are requested, judged, merged and announced. Part of the syncer's state machine.
 
-The rules are numbered in syncer.py. Everything here changes the shared RunState and appends to the list of actions it is given.
+The numbered rules are in syncer.py. Methods change the shared RunState and append to the `actions` they are given.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from skerry.core.state import Counted, FragmentProgress, LearnerState, Round, Ru
 RETRY_STORE_S = 1.0
 RESTORE_TRIES = 10
 LAST_CHANCE = 20
-"""A leaving learner is waited for while its bytes move, but no round stays open longer than this many times `silence_s`."""
+"""Multiple of `silence_s`: the longest a round waits for a leaving learner whose bytes still move, and the longest a closing
+run waits for a fragment that no process serves."""
 
 
 class Rounds:
@@ -55,7 +56,7 @@ class Rounds:
     # ------------------------------------------------------------ opening
 
     def open_due(self, now: float, actions: list[Action]) -> None:
-        """Open rounds for fragments that are due or that a leaving learner owes, longest waiting first (rules 1, 3, 12, 13)."""
+        """Open rounds for fragments that are due or owed by a leaving learner, oldest merge first (rules 1, 3, 12, 13)."""
         run = self._run
         leaving = run.in_phase("leaving")
         room = {flow: flow.room(run.fragments, now) for flow in self.flows}
@@ -75,14 +76,14 @@ class Rounds:
                 self._ask_again(index, fragment.round, due, owing, actions)
             elif owing or (due > fragment.merged_round and room[self._flow_of[index]] > 0):
                 trains = run.askable()
-                # A due round that was cancelled is tried again, but not with those who have answered it.
+                # A cancelled round is retried. Learners that declined it answer each number once, so they need a new number.
                 again = due == fragment.last_round and bool(fragment.declined & (trains | owing))
                 number = due if due > fragment.merged_round and not again else fragment.next_round(run.step)
                 self._open(index, now, number, trains, owing, actions)
                 room[self._flow_of[index]] -= 1
 
     def _open_last(self, index: int, now: float, actions: list[Action]) -> None:
-        """While the run closes, each fragment gets one last round once its present one is over."""
+        """Open a fragment's last round while the run closes, once its current round is over."""
         run, fragment = self._run, self._run.fragments[index]
         if index not in self._last_rounds_due or fragment.round is not None:
             return
@@ -104,10 +105,10 @@ class Rounds:
         actions.extend(self.ask(name, index, number) for name in sorted(asked))
 
     def _ask_again(self, index: int, gathering: Round, due: int, owing: set[str], actions: list[Action]) -> None:
-        """A fragment that is due again while its round is open stays in it: newcomers are asked, others are reminded."""
+        """Extend an open round when its fragment is due again: ask newcomers, and remind those that have not answered."""
         if gathering.merging_since is not None:
             return
-        # Whoever has answered this round is not asked again; what it owes since then belongs to the next one.
+        # A learner that has answered this round is not asked again. What it owes since then belongs to the next round.
         owing = owing - set(gathering.arrived) - gathering.declined
         late = owing - gathering.asked
         if due > gathering.due:
@@ -120,41 +121,42 @@ class Rounds:
 
     def ask(self, learner: str, index: int, number: int) -> Ask:
         fragment = self._run.fragments[index]
-        # A dropped round may be followed by the next, that one be dropped too, and the first be tried again.
+        # <= and not ==: a round may be retried after it and a later one were both dropped.
         return Ask(learner, index, number, self._min_base(learner, fragment), anew=number <= fragment.dropped_round)
 
     def ask_returned(self, learner: str, actions: list[Action]) -> None:
-        """A learner reconnected: repeat the questions it has not answered."""
+        """Repeat the unanswered questions to a learner that reconnected."""
         for index, fragment in enumerate(self._run.fragments):
             gathering = fragment.round
             if gathering is None or gathering.merging_since is not None or learner in gathering.arrived:
                 continue
             if self._run.phase == "closing":
-                # It had been given up; what it did meanwhile is welcome all the same.
+                # This is the last round, so progress is welcome even from a learner that was given up.
                 gathering.asked.add(learner)
                 gathering.needed.add(learner)
             if learner in gathering.asked:
                 actions.append(self.ask(learner, index, gathering.number))
 
     def is_asked(self, ask: Ask) -> bool:
-        """Whether the answer to this question is still awaited."""
+        """Whether the answer to this question is still pending."""
         gathering = self._run.fragments[ask.fragment].round
         return gathering is not None and gathering.number == ask.round and ask.learner in gathering.missing
 
     def _min_base(self, learner: str, fragment: FragmentProgress) -> int:
+        """The oldest version from which this learner's progress is accepted."""
         counted = fragment.counted.get(learner)
         return max(0, fragment.version - self._run.sync.staleness, counted.version if counted else 0, fragment.floor)
 
     # ------------------------------------------------------------ gathering
 
     def why_refused(self, offer: Contributed) -> str | None:
-        """Why this contribution cannot be taken, or None. Asked before the bytes are received, and again once they are in."""
+        """Why this contribution is refused, or None. Checked before its bytes are received and again when they are complete."""
         known = 0 <= offer.fragment < len(self._run.fragments)
         min_base = self._min_base(offer.learner, self._run.fragments[offer.fragment]) if known else 0
         return why_refused(offer, self._run, min_base, self._leases)
 
     def contributed(self, offer: Contributed, now: float, actions: list[Action]) -> Verdict:
-        """Judge a contribution that has arrived whole; a healthy one joins its round (rules 4, 9)."""
+        """Judge a complete contribution and add it to its round if it is healthy (rules 4, 9)."""
         reason = self.why_refused(offer)
         if reason is not None:
             actions.append(records.Refused(reason, offer.learner, fragment=offer.fragment, round=offer.round))
@@ -196,29 +198,29 @@ class Rounds:
             self._decline(self._run.learners[event.learner], event.fragment, gathering)
 
     def _decline(self, learner: LearnerState, index: int, gathering: Round) -> None:
-        """This learner has answered, and there is nothing in its answer to merge."""
+        """Record that this learner has answered with nothing to merge."""
         gathering.asked.discard(learner.name)
         gathering.declined.add(learner.name)
         if learner.owes is not None:
             learner.owes.discard(index)
 
     def need_everything_from(self, learner: str) -> None:
-        """A learner asked to leave: open rounds that asked it are its last chance."""
+        """Make the open rounds that asked this learner wait for it, because it is leaving."""
         for gathering in self._run.open_rounds():
             if learner in gathering.asked:
                 gathering.needed.add(learner)
 
     def drop_unanswered(self, learner: str) -> None:
-        """Nobody waits for this learner any more; what it has already given still counts."""
+        """Stop waiting for this learner. Contributions that have arrived still count."""
         for gathering in self._run.open_rounds():
             if gathering.merging_since is None and learner not in gathering.arrived:
                 gathering.asked.discard(learner)
 
     def replaced(self, old: LearnerState) -> None:
-        """Another session took over a learner's name: open questions are void, what the old one has given still counts."""
+        """Void open questions to a session that was replaced. Its contributions that have arrived still count."""
         self.drop_unanswered(old.name)
         for fragment in self._run.fragments:
-            # The new session counts its own steps from zero, and starts from versions that hold all the old one gave.
+            # The new session counts its steps from zero and starts from versions that contain everything merged so far.
             fragment.counted.pop(old.name, None)
             if fragment.round and old.name in fragment.round.arrived:
                 given = fragment.round.arrived[old.name]
@@ -227,7 +229,7 @@ class Rounds:
     # ------------------------------------------------------------ merging
 
     def settle(self, now: float, actions: list[Action]) -> None:
-        """Order merges of rounds that have all their answers, or their quorum and no time left (rule 2)."""
+        """Order the merge of every round that is complete, or has its quorum and is past its deadline (rule 2)."""
         for index, fragment in enumerate(self._run.fragments):
             gathering = fragment.round
             if gathering is None or gathering.merging_since is not None or now < gathering.not_before or fragment.restoring:
@@ -251,6 +253,7 @@ class Rounds:
         return LAST_CHANCE * self._run.sync.silence_s
 
     def _deadline(self, gathering: Round) -> float:
+        """When to stop waiting: leaving learners get their last chance, all others the grace window."""
         waited_for = gathering.needed & gathering.missing
         moved = [self._run.learners[name].moved_at for name in waited_for]
         last_chance = min(max([gathering.opened_at, *moved]) + self._run.sync.silence_s, gathering.opened_at + self._longest_s)
@@ -261,11 +264,11 @@ class Rounds:
         return last_chance if gathering.needed else math.inf
 
     def _cancel(self, index: int, fragment: FragmentProgress, gathering: Round, actions: list[Action]) -> None:
-        """Nobody had anything to give, or nobody is left."""
+        """End a round without contributions."""
         fragment.round, fragment.declined = None, gathering.declined
         actions.append(records.Cancelled(index, gathering.number))
         if self._run.in_phase("training"):
-            # The round is over all the same. Learners in lock-step that wait for it are told that their version stands.
+            # Learners in lock-step wait for this round: announce that the current version stands.
             fragment.merged_round = max(fragment.merged_round, gathering.number)
             if self._run.sync.wait:
                 self._announce(index, gathering.number, actions)
@@ -293,7 +296,7 @@ class Rounds:
         )
 
     def stored(self, event: Stored, now: float, actions: list[Action]) -> None:
-        """A merge is durable: it counts from now on, and is announced (rule 5)."""
+        """Count and announce a merge that is now durable (rule 5)."""
         run, fragment = self._run, self._run.fragments[event.fragment]
         gathering = fragment.round
         assert gathering is not None and gathering.merging_since is not None, "stored a merge that was not ordered"
@@ -308,7 +311,7 @@ class Rounds:
         run.merges += 1
         self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
         self.grace.sync_time.add(min(now - gathering.merging_since, self._longest_s))
-        if not run.sync.wait and run.sync.adopt != "carry":  # what is carried over is not lost
+        if not run.sync.wait and run.sync.adopt != "carry":  # with "carry" slow exchanges lose no work
             step_s = run.step_time_s()
             limits = self.grace.allowed(step_s), self.grace.longest(step_s)
             self._flow_of[event.fragment].merged(event.fragment, now, gathering.exchange_s(now), *limits)
@@ -316,12 +319,13 @@ class Rounds:
         self._announce(event.fragment, gathering.number, actions)
 
     def _count(self, event: Stored, gathering: Round) -> None:
+        """Note for each learner which of its progress the stored version contains (rule 4)."""
         fragment = self._run.fragments[event.fragment]
         total = sum(weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
         for name, offer in gathering.arrived.items():
             learner = self._run.learners[name]
             session = offer.session or learner.session
-            # A session that took the giver's place counts its own steps.
+            # If the session was replaced meanwhile, the new one counts its own steps from zero.
             at_step, samples = (offer.at_step, offer.samples[1]) if session == learner.session else (0, 0)
             fragment.counted[name] = Counted(event.version, at_step, samples)
             self._leases.merged(name, session, offer.samples[1])
@@ -342,14 +346,14 @@ class Rounds:
         if gathering.restores:
             fragment.restoring -= 1
             if not fragment.restoring:
-                # Better to go on from what there is than to stand still.
+                # Continuing with the current values is better than blocking the fragment.
                 fragment.round = None
                 actions.append(records.NotRestored(event.fragment, event.reason))
                 return
         if gathering.void:
             self._drop_void(event.fragment, gathering, actions)
             return
-        # Nobody was struck off while it was being merged.
+        # drop_unanswered skips rounds that are being merged, so remove lost learners now.
         gathering.asked = {name for name in gathering.asked if name in gathering.arrived or self._may_answer(name)}
         gathering.not_before = now + RETRY_STORE_S
         actions.append(records.MergeFailed(event.fragment, gathering.number, event.reason))
@@ -358,7 +362,7 @@ class Rounds:
         learner = self._run.learners.get(name)
         return learner is not None and (learner.phase == "leaving" or self._run.is_askable(learner))
 
-    # ------------------------------------------------------------ fragments that are not served
+    # ------------------------------------------------------------ fragments that no process serves
 
     def fragments_away(self, event: FragmentsAway, now: float, actions: list[Action]) -> None:
         for index in event.fragments:
@@ -372,10 +376,10 @@ class Rounds:
                 self._drop_void(index, gathering, actions)
 
     def _drop_void(self, index: int, gathering: Round, actions: list[Action]) -> None:
-        """As if it had never been opened: whoever gave still has what it gave, on top of its base."""
+        """Discard a round whose contributions are lost. Learners still have their progress and are asked for it again."""
         fragment = self._run.fragments[index]
         fragment.round, fragment.dropped_round = None, max(fragment.dropped_round, gathering.number)
-        fragment.declined = set()  # those of an earlier round, with another number
+        fragment.declined = set()  # left over from an earlier round
         for name in gathering.final & set(gathering.arrived):
             owes = self._run.learners[name].owes if name in self._run.learners else None
             if owes is not None:
@@ -385,29 +389,30 @@ class Rounds:
         actions.append(records.Dropped(index, gathering.number, tuple(sorted(gathering.arrived))))
 
     def recovered(self, event: FragmentRecovered, now: float, actions: list[Action]) -> None:
-        """The fragment goes on from an older state, under a number that no version had."""
+        """Continue a fragment from an older state, under a new version number."""
         fragment = self._run.fragments[event.fragment]
-        assert fragment.round is None and event.version > fragment.version, "a fragment that was lost has no rounds"
+        assert fragment.round is None and event.version > fragment.version, "a lost fragment has no rounds"
         fragment.version = fragment.floor = event.version
         fragment.counted.clear()
         self._announce(event.fragment, fragment.merged_round, actions)
 
     def is_given_up(self, fragment: FragmentProgress, now: float) -> bool:
-        """It has been away for so long that nobody waits for it any more."""
+        """Whether this fragment has been unserved for so long that nobody waits for it any more."""
         return fragment.away_since is not None and now >= self._patience(fragment)
 
     def _patience(self, fragment: FragmentProgress) -> float:
         assert fragment.away_since is not None
         return fragment.away_since + self._run.sync.silence_s * (LAST_CHANCE if self._run.phase == "closing" else 1)
 
-    # ------------------------------------------------------------ going back to the good copy
+    # ------------------------------------------------------------ rollback to the good copy
 
     def start_restore(self) -> None:
         for fragment in self._run.fragments:
             fragment.restoring = RESTORE_TRIES
 
     def restore(self, good_step: int | None, now: float, actions: list[Action]) -> None:
-        """Put fragments back (rule 10). A merge in progress ends first; what was gathered for the next one is dropped."""
+        """Order the restore of each fragment that is to be rolled back (rule 10). A merge in progress finishes first;
+        contributions gathered for the next one are dropped."""
         for index, fragment in enumerate(self._run.fragments):
             busy = fragment.round
             if (
@@ -421,21 +426,21 @@ class Rounds:
             fragment.round = Round(step, now, set(), due=step, merging_since=now, restores=True)
             actions.append(Restore(index, fragment.version + 1, step, good_step))
 
-    # ------------------------------------------------------------ the end, and when to look again
+    # ------------------------------------------------------------ end of the run, timers
 
     @property
     def all_final(self) -> bool:
-        """While the run closes: every fragment has had its last round."""
+        """Whether every fragment has had its last round, while the run closes."""
         return not self._last_rounds_due and not any(True for _ in self._run.open_rounds())
 
     def has_given_all(self, learner: LearnerState, now: float) -> bool:
-        """For a leaving learner: it owes nothing that can still be given, and is part of no open round."""
+        """Whether a leaving learner owes nothing that can still be merged and is part of no open round."""
         if any(not self.is_given_up(self._run.fragments[index], now) for index in learner.owes or ()):
             return False
         return not any(learner.name in r.asked or learner.name in r.arrived for r in self._run.open_rounds())
 
     def wakes(self, now: float) -> list[float]:
-        """When something here is due although nothing happens."""
+        """Times at which something is due here even if no event arrives."""
         fragments = self._run.fragments
         waiting = [r for r in self._run.open_rounds() if r.merging_since is None and (r.arrived or r.needed)]
         times = [max(self._deadline(r) if r.missing else now, r.not_before) for r in waiting]

@@ -1,4 +1,4 @@
-"""When each fragment is due, and with which outer settings, as a function of the run's step alone."""
+"""The schedule: when each fragment is due, and with which outer settings. A function of the run's step only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skerry.config import SyncConfig
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of the run with one H and one outer setting."""
+    """A part of the run with constant H and outer settings."""
 
     first_step: int
     every: int
@@ -18,7 +18,7 @@ class Stage:
 
 
 class Schedule:
-    """Offsets are evenly spread over H, so that the link is used evenly. H may grow while the run begins."""
+    """Spreads the fragments evenly over H steps, so that the link is used evenly. H may grow during the beginning."""
 
     def __init__(self, sync: SyncConfig, fragments: int) -> None:
         self.fragments = fragments
@@ -28,21 +28,21 @@ class Schedule:
         return next(stage for stage in reversed(self.stages) if stage.first_step <= step)
 
     def due(self, step: int) -> list[int]:
-        """The fragments to be exchanged once inner step `step` is done. The first step that can be due is 1."""
+        """Fragments to exchange after inner step `step`. Nothing is due before step 1."""
         if step < 1:
             return []
         every = self.stage(step).every
         return [p for p in range(self.fragments) if step % every == p * every // self.fragments]
 
     def adopt_step(self, fragment: int, step: int, overlap: int) -> int:
-        """Lock-step: when the merge of a fragment due at `step` is adopted. Never later than its next turn needs it."""
+        """In lock-step: the step at which the merge of a fragment due at `step` is adopted, before it is due again."""
         for later in range(step + 1, step + overlap + 1):
             if fragment in self.due(later):
                 return later - 1
         return step + overlap
 
     def last_due(self, fragment: int, step: int) -> int:
-        """The latest step up to `step` at which this fragment was due; 0 if there is none."""
+        """The latest step up to `step` at which this fragment was due; 0 if it never was."""
         end = step
         for stage in reversed(self.stages):
             if stage.first_step > end:

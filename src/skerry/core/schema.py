@@ -1,4 +1,4 @@
-"""How a record becomes JSON and back. A record is a frozen dataclass; its kind is the class name in snake case."""
+"""Tape records to JSON and back. A record is a frozen dataclass; its kind is the class name in snake case."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KINDS: dict[str, type[TapeRecord]] = {}
 
 
 class MalformedRecord(Exception):
-    """This is not what was written."""
+    """The data does not fit any record class."""
 
 
 @dataclass(frozen=True)
 class TapeRecord:
-    """A decision, or something that happened. The order of records is the order in which the syncer wrote them."""
+    """A decision or an observation that the syncer writes to the tape. Subclasses register themselves by kind."""
 
     kind: ClassVar[str] = ""
 
@@ -32,9 +32,9 @@ class TapeRecord:
 
 
 def read_record(kind: str, data: Any) -> TapeRecord:
-    """The record with this content. Raises MalformedRecord."""
+    """Build a record from its JSON data. Raises MalformedRecord."""
     if kind not in KINDS:
-        raise MalformedRecord(f"there is no record of kind {kind!r}")
+        raise MalformedRecord(f"unknown record kind {kind!r}")
     record: TapeRecord = _build(KINDS[kind], data)
     return record
 

@@ -1,4 +1,4 @@
-"""One contribution's part in a merge, and how much it counts."""
+"""A contribution's part in a merge, and its weight."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Share:
     learner: str
     session: str
     base: int
-    """The version it is progress since."""
+    """The version from which the progress counts."""
     steps: int
     tokens: int
     weight: float
     at_step: int = 0
-    """The learner's own step count when the snapshot was taken, over all it has done in this session."""
+    """The session's total steps when the snapshot was taken."""
     at_tokens: int = 0
-    """Its token count at that moment."""
+    """The session's total tokens when the snapshot was taken."""
     samples: tuple[int, int] = (0, 0)
-    """Leased samples in it, as positions in the sequence its session was given: from, to."""
+    """Leased samples it covers, as (from, to) positions in the session's lease sequence."""

@@ -1,4 +1,4 @@
-"""What a restarted syncer needs besides the stored versions: small, and written with every merge."""
+"""The small part of the syncer's state that survives a restart. Written with every merge."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class Standing:
     sessions: dict[str, tuple[str, int, int, int]] = field(default_factory=dict)
     """Learner → (session, slot, step, tokens)."""
     gone: tuple[str, ...] = ()
-    """Those of them that were given up or have left."""
+    """Learners in `sessions` that were lost or have left."""
     retired: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Learner → earlier sessions; also of learners that took a place and have not begun."""
+    """Learner → earlier sessions, including learners that have replaced a session but not begun training."""
     quarantined: tuple[str, ...] = ()
     sizes: tuple[tuple[float, int] | None, ...] = ()
-    """Per fragment: how large contributions were lately."""
+    """Per fragment: median norm and steps of recent contributions (`SizeHistory.summary`)."""
     good_step: int | None = None
-    """The newest copy of the model that can be gone back to."""
+    """The run step of the newest good copy of the model."""
     best_loss: float | None = None
     floors: tuple[int, ...] = ()
     restoring: tuple[int, ...] = ()
-    """Fragments still to be put back."""
+    """Fragments whose rollback is not finished."""
     rollbacks: int = 0
     leases: dict[str, Any] = field(default_factory=dict)
-    """As core/leases/ranges.py writes it."""
+    """`Leases.to_json`."""
     merges: int = 0
     recoveries: int = 0
-    """How often the tape lost something: learners may then remember more than the syncer knows."""
+    """How often the tape lost records. After that, learners may remember more than the syncer knows."""
 
     @property
     def tokens(self) -> int:
@@ -45,7 +45,7 @@ class Standing:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Standing:
-        """Raises KeyError, TypeError or ValueError if this is something else."""
+        """Raises KeyError, TypeError or ValueError if the data is malformed."""
         plain = {"step", "banked_tokens", "phase", "good_step", "best_loss", "rollbacks", "leases", "merges", "recoveries"}
         return Standing(
             **{name: data[name] for name in plain},
@@ -60,7 +60,7 @@ class Standing:
 
 
 def known_learners(standing: Standing, strikes: int, now: float) -> dict[str, LearnerState]:
-    """Learners that an earlier syncer process knew. They are away, not unknown: their return is worth waiting for."""
+    """The learners an earlier syncer process knew. They start as "away", so that the syncer waits for their return."""
     learners = {
         name: LearnerState(name, session, slot, "away", step, tokens, heard_at=now, gone_at=now, ready=True, began=True)
         for name, (session, slot, step, tokens) in standing.sessions.items()
@@ -68,7 +68,7 @@ def known_learners(standing: Standing, strikes: int, now: float) -> dict[str, Le
     for name in standing.gone:
         learners[name].phase = "gone"
     for name, sessions in standing.retired.items():
-        # A learner that had not begun is known only by whose place it had taken.
+        # A learner that had not begun training is not in `sessions`.
         learners.setdefault(name, LearnerState(name, "", 0, "gone")).retired.extend(sessions)
     for name in standing.quarantined:
         learners[name].quarantined, learners[name].strikes = True, strikes
@@ -76,7 +76,7 @@ def known_learners(standing: Standing, strikes: int, now: float) -> dict[str, Le
 
 
 def restore_fragments(standing: Standing, run: RunState, tries: int) -> None:
-    """Guard history, floors and restores that were in progress."""
+    """Restore guard history, floors and unfinished rollbacks into the run's fragments."""
     for fragment, sizes in zip(run.fragments, standing.sizes, strict=False):
         fragment.sizes = SizeHistory.restored(sizes)
     for fragment, floor in zip(run.fragments, standing.floors, strict=False):
@@ -88,6 +88,7 @@ def restore_fragments(standing: Standing, run: RunState, tries: int) -> None:
 def standing_of(
     run: RunState, *, good_step: int | None, best_loss: float | None, rollbacks: int, leases: dict[str, Any]
 ) -> Standing:
+    """The persistent part of the run's state."""
     began = [learner for learner in run.learners.values() if learner.began or learner.tokens]
     return Standing(
         step=run.step,

@@ -1,4 +1,4 @@
-"""What the syncer knows: about each learner, each fragment and its open round, and the run."""
+"""The syncer's state: learners, fragments with their open rounds, and the run."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class LearnerState:
     heard_at: float = 0.0
     gone_at: float = 0.0
     moved_at: float = 0.0
-    """When bytes of a fragment last moved between it and the syncer."""
+    """When fragment bytes last moved between this learner and the syncer."""
     step_time: MovingAverage = field(default_factory=MovingAverage)
     merges: int = 0
     last_share: float = 0.0
     ready: bool = False
     began: bool = False
     strikes: int = 0
-    """Consecutive unhealthy contributions; in quarantine, healthy ones it still has to send."""
+    """Consecutive unhealthy contributions. In quarantine: healthy contributions still required."""
     quarantined: bool = False
     owes: set[int] | None = None
-    """While it is leaving: fragments it has not had the chance to give since it asked to leave."""
+    """Fragments this learner has not been able to contribute since it asked to leave; None if it is not leaving."""
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=20))
     """Earlier sessions under this name."""
 
@@ -48,7 +48,7 @@ class LearnerState:
         return self.owes is not None
 
     def judged(self, healthy: bool, strikes: int) -> Literal["quarantined", "readmitted"] | None:
-        """Count an unhealthy contribution, or in quarantine a healthy one. Returns the change of state, if there is one."""
+        """Count a contribution towards or out of quarantine. Returns the change of state, if any."""
         if self.quarantined:
             self.strikes = self.strikes - 1 if healthy else strikes
             self.quarantined = self.strikes > 0
@@ -63,13 +63,13 @@ class LearnerState:
 @dataclass
 class Round:
     number: int
-    """The run step it belongs to. Unique per fragment: a learner answers each number once."""
+    """Unique per fragment, normally the run step at which it was due. A learner answers each number once."""
     opened_at: float
     asked: set[str]
     needed: set[str] = field(default_factory=set)
-    """Learners whose last chance this is. They are waited for as long as silence is tolerated, whatever the quorum."""
+    """Learners that the round waits for even after the quorum, because it is their last chance to contribute."""
     final: frozenset[str] = frozenset()
-    """Those of them that were asked after they had stopped: their answer is all they have."""
+    """The needed learners that were asked after they stopped training, so that their answer is complete."""
     due: int = 0
     """The last due step that this round covers."""
     declined: set[str] = field(default_factory=set)
@@ -79,19 +79,18 @@ class Round:
     deadline: float | None = None
     merging_since: float | None = None
     not_before: float = 0.0
-    """A merge that could not be stored is retried from this time on."""
+    """A failed merge is not retried before this time."""
     restores: bool = False
-    """Not a merge: the fragment is put back to the good copy."""
+    """This is a rollback to the good copy, not a merge."""
     void: bool = False
-    """Its contributions are lost. If the merge in progress fails, there is nothing to retry."""
+    """The contributions are lost, so a failed merge cannot be retried."""
 
     @property
     def missing(self) -> set[str]:
         return self.asked - set(self.arrived)
 
     def exchange_s(self, now: float) -> float:
-        """Seconds to gather the quorum plus seconds from the merge order until now. Waiting for more learners in between (the
-        grace window) does not count."""
+        """Seconds the exchange took, without the grace window: gathering the quorum, plus merging and storing."""
         assert self.merging_since is not None
         gathered_at = self.merging_since if self.quorum_at is None else self.quorum_at
         return gathered_at - self.opened_at + now - self.merging_since
@@ -104,7 +103,7 @@ class Counted:
     version: int
     at_step: int
     samples: int = 0
-    """Leased samples up to this position of its session are covered as well."""
+    """The contribution covers the session's leased samples up to this position."""
 
 
 @dataclass
@@ -116,30 +115,32 @@ class FragmentProgress:
     round: Round | None = None
     sizes: SizeHistory = field(default_factory=SizeHistory)
     restoring: int = 0
-    """Tries left to put it back to the good copy; 0 if it is not being put back."""
+    """Attempts left to restore the good copy; 0 if no restore is in progress."""
     floor: int = 0
-    """Progress counted from an older version than this is refused, because the model was put back."""
+    """Progress since an older version is refused, because the fragment was rolled back or recovered."""
     last_round: int = 0
-    """The highest round number this fragment had, merged or not."""
+    """The highest round number used so far, merged or not."""
     declined: set[str] = field(default_factory=set)
     """Learners that had nothing to give in the last cancelled round."""
     dropped_round: int = -1
-    """The highest round whose answers were lost. Asked in it again, or in an earlier one, a learner must answer again."""
+    """The highest round whose contributions were lost. If this or an earlier round is opened again, learners must answer it
+    again."""
     away_since: float | None = None
-    """Nobody serves it, so no round is opened."""
+    """Since when no process has served this fragment; None if it is served. No rounds are opened meanwhile."""
 
     def next_round(self, step: int) -> int:
-        """An unused number for a round that is not due by the schedule."""
+        """An unused number for a round outside the schedule."""
         return max(step, self.merged_round + 1, self.last_round + 1)
 
     def counted_step(self, learner: str) -> int:
-        found = self.counted.get(learner)
-        return found.at_step if found else 0
+        """How many of this learner's own steps are part of the current version."""
+        counted = self.counted.get(learner)
+        return counted.at_step if counted else 0
 
 
 @dataclass
 class RunState:
-    """Shared by the parts of the state machine. Only they change it."""
+    """Shared by the parts of the state machine. Nothing else changes it."""
 
     sync: SyncConfig
     schedule: Schedule
@@ -164,7 +165,7 @@ class RunState:
         return [learner for learner in self.learners.values() if learner.phase in phases]
 
     def is_askable(self, learner: LearnerState) -> bool:
-        """In lock-step and at the end a learner that is only briefly away is still asked."""
+        """Whether rounds ask this learner. In lock-step and while the run closes that includes learners that are away."""
         if learner.phase == "away":
             return learner.began and (self.sync.wait or self.phase == "closing")
         return learner.phase == "training" or (learner.phase == "leaving" and self.phase == "closing")

@@ -1,31 +1,35 @@
 """The syncer's decisions as a state machine: (state, event, now) → outcome. No tensors, sockets, threads, files or clock.
 
 Rules:
- 1. The run's step is the K-th largest step among learners that train. Reaching step t opens a round for every fragment
+ 1. The run's step is the K-th largest step among the learners that train. Reaching step t opens a round for every fragment
     due at t.
- 2. A round asks every learner that trains. It merges when all asked have answered, or when K have and the grace window is over.
- 3. One round per fragment at a time. A fragment due again while its round is open stays in that round; those who have not
-    answered, and newcomers, are asked.
- 4. A contribution counts once: a learner that gave is next asked for progress from the version that contains it, or later.
- 5. A version is announced only after it is stored. If storing fails, nothing has changed and the merge is tried again.
- 6. A learner whose stream broke is "away" for `silence_s`; in lock-step others wait that long for it, otherwise nobody does.
-    A restarted syncer opens no round before the learners it knows are back, or have had the time to come back.
- 7. A new session under the same name starts from the current versions and the run's step. What the old one was asked for is
-    void, and the old one is turned away if it comes back.
- 8. A learner that leaves gets one chance to give every fragment, and is waited for as long as silence is tolerated.
- 9. A contribution that is not finite, or far larger than recent ones, counts as no answer. After `strikes` of them in a
-    row the learner is in quarantine: it is asked as before, and merged again after as many healthy ones.
-10. If the learners' loss stays far above its best (`rollback`), every fragment gets a new version with the values it had when
-    all was well, without momentum, and progress from before is refused.
-11. Data that a learner was given is its own until another session takes its place, it leaves, or it was away for `lease_s`.
-    Then what is in no merge is given to others. A learner that returns after that starts over from the current versions.
-12. A fragment whose data is not served has no rounds until it is. What was gathered for it is lost, and asked for again. A
-    learner that leaves does not wait for it longer than silence is tolerated, nor does the end of a run wait for ever.
-13. While exchanges take longer than they may, few rounds are open at a time, and the fragment that waits longest is next: see
-    flow.py. Leaving learners and the end of a run are not held back.
-14. At the budget the run closes: everyone stops, every fragment is merged once more from all who can be reached, then it ends.
+ 2. A round asks every learner that trains. It merges when all of them have answered, or when K have contributed and the grace
+    window is over.
+ 3. A fragment has at most one open round. If the fragment is due again meanwhile, the round stays open: learners that have not
+    answered are reminded, and newcomers are asked.
+ 4. A contribution counts once. The learner is next asked for progress since the version that contains it, or a later one.
+ 5. A version is announced only after it is stored. If storing fails, nothing has changed and the merge is retried.
+ 6. A learner whose stream broke is "away" for up to `silence_s`. In lock-step and while the run closes, the others wait for it
+    that long. A restarted syncer opens no round until the learners it knows are back or had time to reconnect.
+ 7. A new session under the same name starts from the current versions and the run's step. Open questions to the old session
+    are void, and the old session is refused if it reconnects.
+ 8. A leaving learner gets one chance to contribute to every fragment. A round waits for it until no bytes have moved for
+    `silence_s`, and at most 20 times that long.
+ 9. A contribution that is not finite, far larger than recent ones, or identical to the learner's previous one is not merged.
+    After `strikes` of them in a row the learner is in quarantine: it is still asked, and is merged again after the same number
+    of healthy contributions.
+10. If the learners' loss stays far above its best (`rollback`), every fragment gets a new version with the values of the good
+    copy and zero momentum, and progress since older versions is refused.
+11. Leased data belongs to a learner until another session replaces it, it leaves, or it was gone for `lease_s`. Samples that
+    are in no merge then go to others. A learner that returns later starts over from the current versions.
+12. A fragment that no process serves has no rounds. Contributions gathered for it are lost and asked for again. A leaving
+    learner waits for such a fragment for `silence_s`, the end of a run a bounded multiple of that.
+13. While exchanges take longer than allowed, few rounds are open at a time, and the fragment merged longest ago is next (see
+    flow.py). Leaving learners and the end of a run are exempt.
+14. At the token budget the run closes: everyone stops, every fragment is merged a last time from all reachable learners, then
+    the run ends.
 
-rounds.py decides about contributions and merges, membership.py about learners; both change the RunState they share.
+rounds.py decides about contributions and merges, membership.py about learners. Both change the RunState they share.
 """
 
 from __future__ import annotations
@@ -87,7 +91,7 @@ class SyncerCore:
         standing: Standing | None = None,
         places: Sequence[int] = (),
     ) -> None:
-        """`places` is each fragment's shard, if there are any."""
+        """`progress` and `standing` are the state of an earlier syncer process. `places` is each fragment's shard."""
         standing = standing or Standing()
         self.run = run = RunState(
             sync,
@@ -124,7 +128,7 @@ class SyncerCore:
             Tick: self._tick,
         }
 
-    # ------------------------------------------------------------ what others may ask
+    # ------------------------------------------------------------ queries
 
     @property
     def sync(self) -> SyncConfig:
@@ -160,31 +164,31 @@ class SyncerCore:
         )
 
     def retired(self, learner: str) -> tuple[str, ...]:
-        """Sessions that had this name before the present one."""
+        """Earlier sessions under this learner's name."""
         known = self.run.learners.get(learner)
         return tuple(known.retired) if known is not None else ()
 
     def donor_for(self, learner: str) -> str | None:
-        """A healthy learner whose optimizer state another one may take over: the one that has come furthest."""
+        """The healthy learner with the most steps, whose optimizer state `learner` may copy; None if there is none."""
         peers = [p for p in self.run.in_phase("training") if p.name != learner and p.merges and not p.strikes]
         return max(peers, key=lambda peer: (peer.step, peer.name)).name if peers else None
 
     def is_asked(self, ask: Ask) -> bool:
-        """Whether the answer to this question is still awaited."""
+        """Whether the answer to this question is still pending."""
         return self.rounds.is_asked(ask)
 
     def why_refused(self, offer: Contributed) -> str | None:
-        """Why this contribution would not be taken, before its bytes are received. The verdict comes from `handle`."""
+        """Why this contribution would be refused, or None. Checked before its bytes are received; `handle` decides."""
         return self.rounds.why_refused(offer)
 
     def bytes_moved(self, learner: str, now: float) -> None:
-        """A sign of life too frequent to be an event: part of a fragment went to or came from this learner."""
+        """Note that part of a fragment was sent to or received from this learner. Too frequent to be an event."""
         known = self.run.learners.get(learner)
         if known is not None and known.phase != "gone":
             known.heard_at = known.moved_at = now
 
     def let_go_of_all(self, why: str) -> list[TapeRecord]:
-        """No session of before will come back. The run goes on when enough new ones are there."""
+        """Forget all sessions; none will return. The run continues once enough new learners have joined."""
         actions: list[Action] = []
         self._members.let_go_of_all(why, actions)
         return [action for action in actions if isinstance(action, TapeRecord)]
@@ -192,6 +196,7 @@ class SyncerCore:
     # ------------------------------------------------------------ events
 
     def handle(self, event: Event, now: float) -> Outcome:
+        """Apply one event, then everything that is due at `now`. The only method that makes decisions."""
         actions: list[Action] = []
         verdict = self._handlers[type(event)](event, now, actions)
         self._members.notice_silence(now, actions)
@@ -225,12 +230,12 @@ class SyncerCore:
         self._close("requested", actions)
 
     def _tick(self, event: Tick, now: float, actions: list[Action]) -> None:
-        """What is due is done after every event."""
+        """Nothing to do: `handle` does what is due after every event."""
 
-    # ------------------------------------------------------------ what follows from the state
+    # ------------------------------------------------------------ after every event
 
     def _advance(self) -> None:
-        """The run's step follows the K-th largest step of those who train (rule 1)."""
+        """Move the run's step to the K-th largest step of the learners that train (rule 1)."""
         run = self.run
         steps = sorted((learner.step for learner in run.learners.values() if run.is_askable(learner)), reverse=True)
         if run.phase == "running" and steps:
@@ -255,7 +260,7 @@ class SyncerCore:
             learner.phase = "gone"
 
     def _check_health(self, actions: list[Action]) -> None:
-        """Not while the model is being put back, nor at the end."""
+        """Start a rollback if the loss has diverged (rule 10), unless one is in progress or the run is closing."""
         if self.run.phase != "running" or any(fragment.restoring for fragment in self.run.fragments):
             return
         training = [learner.name for learner in self.run.in_phase("training")]
@@ -263,7 +268,7 @@ class SyncerCore:
             self.rounds.start_restore()
 
     def _finish(self, now: float, actions: list[Action]) -> None:
-        """Leaving learners that are done, and the end of the run (rules 8, 14)."""
+        """Dismiss leaving learners that are done, or end the run (rules 8, 14)."""
         run = self.run
         if run.phase != "closing":
             self._members.dismiss_leaving(now, actions)

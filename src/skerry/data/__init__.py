@@ -1,4 +1,4 @@
-"""Corpora, tokenizers and the order in which a corpus is trained on."""
+"""Corpora, tokenizers and data order."""
 
 from skerry.data.corpus import Corpus, is_held_out, load_corpus
 from skerry.data.token_files import JoinedTokens, TokenSequence

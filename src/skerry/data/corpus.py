@@ -1,8 +1,8 @@
-"""A corpus: what is trained on, what is held out, and the tokenizer both were read with.
+"""A corpus: training tokens, held-out tokens and their tokenizer.
 
-Owns the reading of text and token files and the split between training and held-out data. The split depends on the
-files alone, never on their order, the platform or a seed, so that every island and every later validation holds out the
-same data. Writes nothing and downloads nothing.
+Reads text and token files and splits them into training and held-out data. The split depends only on the files, not on their
+order, the platform or a seed, so that every island and every later validation holds out the same data. Nothing is written or
+downloaded.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from skerry.data.token_files import SUFFIXES, JoinedTokens, TokenSequence, check
 from skerry.data.tokenizer import TokenArray, Tokenizer, tokenizer_for
 from skerry.errors import ConfigError
 
-# Of the standard library's folder: what is not its own, and what differs from machine to machine.
+# Not part of the standard library, or different on every machine.
 _STDLIB_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "lib2to3")
 _STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-# Texts handed to the tokenizer at a time: enough to keep its threads busy, few enough to bound its memory.
+# Texts per tokenizer call: enough to keep its threads busy, few enough to bound its memory.
 _ENCODE_BATCH = 256
 
 
 @dataclass(frozen=True)
 class Corpus:
     train: TokenSequence
-    """Tokens to train on: a one-dimensional integer array, or several mapped files that slice like one."""
+    """Training tokens: a one-dimensional integer array, or several memory-mapped files that slice like one."""
     held_out: TokenSequence
-    """Tokens to validate on, of the same kind."""
+    """Validation tokens."""
     vocab: int
     """Every token is below this."""
     tokenizer: Tokenizer
-    """What the tokens were made with; for token files, what data.tokenizer says they were made with."""
+    """The tokenizer of the tokens. For token files, `data.tokenizer` names it."""
 
 
 def load_corpus(config: DataConfig, context: int = 1) -> Corpus:
-    """Read the corpus. Each part must hold at least one window: `context` tokens and the one after them."""
+    """Read the corpus. Raises ConfigError if either part is shorter than one window, which is `context` + 1 tokens."""
     tokenizer = tokenizer_for(config.tokenizer)
     train: TokenSequence
     held_out: TokenSequence
@@ -62,8 +62,8 @@ def load_corpus(config: DataConfig, context: int = 1) -> Corpus:
 
 
 def is_held_out(relative_path: str, share: float) -> bool:
-    """Whether the file at a path (with forward slashes, from the corpus folder) is in the held-out share of files."""
-    # Some file systems take accented letters apart; the composed form is the same on all of them.
+    """Whether a file belongs to the held-out share. The path is relative to the corpus folder, with forward slashes."""
+    # Some file systems decompose accented letters, so normalize the name.
     name = unicodedata.normalize("NFC", relative_path).encode("utf-8", errors="surrogateescape")
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") < int(share * 2**64)
 
@@ -76,7 +76,7 @@ def _stdlib_documents() -> Iterator[tuple[str, str]]:
         try:
             yield relative, content.decode("utf-8")
         except UnicodeDecodeError:
-            continue  # test data that is wrong, or in another encoding, on purpose
+            continue  # test data that is invalid or in another encoding on purpose
 
 
 def _folder_documents(config: DataConfig) -> Iterator[tuple[str, str]]:
@@ -88,10 +88,9 @@ def _folder_documents(config: DataConfig) -> Iterator[tuple[str, str]]:
 
 
 def _contents(root: Path, suffixes: tuple[str, ...], skipped: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """Relative path and content of every different file below a folder, in the order of the paths.
+    """Relative path and content of every file below a folder, sorted by path.
 
-    A file with the content of an earlier one is left out: a copy on the other side of the split would be validated on
-    after it was learnt by heart.
+    Skips empty files and duplicates: validating on a copy of a training file would be meaningless.
     """
     seen = set()
     for relative in _paths(root, suffixes, skipped):
@@ -107,7 +106,7 @@ def _contents(root: Path, suffixes: tuple[str, ...], skipped: tuple[str, ...]) -
 
 
 def _paths(root: Path, suffixes: tuple[str, ...], skipped: tuple[str, ...] = ()) -> list[str]:
-    """Sorted relative paths, with forward slashes, of the files below a folder; hidden ones and caches are left out."""
+    """Sorted relative paths, with forward slashes, of the files below a folder, without hidden files and caches."""
 
     def refuse(error: OSError) -> None:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}")
@@ -125,12 +124,12 @@ def _paths(root: Path, suffixes: tuple[str, ...], skipped: tuple[str, ...] = ())
 def _split_documents(
     documents: Iterable[tuple[str, str]], config: DataConfig, tokenizer: Tokenizer
 ) -> tuple[TokenArray, TokenArray]:
-    """Tokens of the training documents and of the held-out ones, each document followed by the separator."""
+    """Tokens of the training and held-out documents, each document followed by the separator."""
     train: list[TokenArray] = []
     held_out: list[TokenArray] = []
     waiting = iter(documents)
     while batch := list(itertools.islice(waiting, _ENCODE_BATCH)):
-        # NUL would read as the separator of ByteTokenizer, and means nothing in text.
+        # NUL is the separator of ByteTokenizer and has no meaning in text.
         encoded = tokenizer.encode_all([text.replace("\0", "") for _, text in batch])
         for (relative, _), tokens in zip(batch, encoded, strict=True):
             part = held_out if is_held_out(relative, config.held_out) else train
@@ -139,14 +138,14 @@ def _split_documents(
         return np.concatenate(train), np.concatenate(held_out)
     if not train and not held_out:
         raise ConfigError(f"corpus {config.corpus!r} is empty: none of its files holds any text")
-    # Too few files for a share of them to be one: the end of the text is held out instead.
+    # With few files all may fall on one side. Then hold out the end of the text.
     tokens = np.concatenate(train or held_out)
     cut = _tail_start(len(tokens), config.held_out)
     return tokens[:cut], tokens[cut:]
 
 
 def _split_token_files(config: DataConfig, vocab: int) -> tuple[TokenSequence, TokenSequence]:
-    """The first tokens of all files, in the order of their paths, and the held-out last ones."""
+    """Tokens of all files, sorted by path, split into training tokens and a held-out tail."""
     root = Path(config.path)
     if not root.exists():
         raise ConfigError(f"data.path must be an existing folder or token file, got {config.path!r}")
@@ -165,5 +164,5 @@ def _split_token_files(config: DataConfig, vocab: int) -> tuple[TokenSequence, T
 
 
 def _tail_start(length: int, share: float) -> int:
-    """Where the held-out end begins: at least one token before the end."""
+    """Where the held-out tail starts. It has at least one token."""
     return length - max(1, int(length * share))

@@ -1,4 +1,4 @@
-"""A seeded order of a data set, the same on every platform and numpy version."""
+"""Seeded shuffling that gives the same order on every platform and numpy version."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ KEPT_ORDERS = 4
 
 
 def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.integer[Any]]:
-    """0..count-1 in an order drawn from (seed, epoch).
+    """0..count-1 in a pseudo-random order that depends on (seed, epoch).
 
-    Sorting by a hash of each number, instead of calling a library's shuffle, keeps the order the same for islands that
-    run different library versions.
+    Sorts by a hash of each number, because the order of a library's shuffle may change with its version.
     """
     key = _mix_int(_mix_int(seed & _MASK) ^ (epoch & _MASK))
     hashes = _mix(np.arange(count, dtype=np.uint64) + np.uint64(key))
@@ -24,7 +23,7 @@ def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.integer[Any
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread 64-bit numbers so that neighbours have nothing in common (the finalizer of SplitMix64)."""
+    """Hash 64-bit numbers with the finalizer of SplitMix64."""
     values = values * np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -37,13 +36,13 @@ def _mix_int(value: int) -> int:
 
 
 class Shuffle:
-    """Which item of a data set is sample number n of the endless sequence of its epochs."""
+    """Maps sample numbers to items of a data set. Samples are numbered through all epochs, each in its own order."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size = size
         self._seed = seed
-        # A few, because a batch may lie across the border of two epochs, and what another island left behind is older.
         self._orders: dict[int, npt.NDArray[np.integer[Any]]] = {}
+        """Cached orders by epoch. Several, because a batch may span two epochs and returned leases may be older still."""
 
     def indices(self, start: int, count: int) -> list[int]:
         samples = (divmod(sample, self.size) for sample in range(start, start + count))

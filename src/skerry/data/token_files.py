@@ -1,7 +1,7 @@
 """Token files, memory-mapped and read as one long sequence.
 
-Owns the formats (.npy, and raw little-endian integers in .bin) and the joining of many files without copying them,
-since a corpus of token files may be larger than memory. Does not split, shuffle or tokenise.
+Supports .npy and raw little-endian integers in .bin. Files are joined without copying, because a corpus may be larger than
+memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUFFIXES = (".npy", ".bin")
 
 
 class TokenSequence(Protocol):
-    """A long run of tokens of which slices are taken; a one-dimensional numpy array is one."""
+    """A sliceable sequence of tokens, such as a one-dimensional numpy array."""
 
     def __len__(self) -> int: ...
 
@@ -29,7 +29,7 @@ class TokenSequence(Protocol):
 
 
 class JoinedTokens:
-    """Several token arrays that read as one. A slice within one array is a view; one across a border is a copy."""
+    """Several token arrays that read as one. A slice within one array is a view; a slice across arrays is a copy."""
 
     def __init__(self, pieces: Sequence[TokenArray]) -> None:
         self._pieces = [piece for piece in pieces if len(piece)]
@@ -48,7 +48,7 @@ class JoinedTokens:
         return np.concatenate(views) if views else np.empty(0, dtype=np.uint8)
 
     def part(self, start: int, stop: int) -> TokenSequence:
-        """Tokens start..stop-1 without copying any: a plain array where they lie in one file."""
+        """Tokens start..stop-1 without a copy; a plain array if they are in one file."""
         views = self._views(start, stop)
         return views[0] if len(views) == 1 else JoinedTokens(views)
 
@@ -64,7 +64,7 @@ class JoinedTokens:
 
 
 def open_token_file(path: Path, token_bytes: int) -> TokenArray:
-    """One token file, memory-mapped read-only."""
+    """Memory-map one token file read-only. Raises ConfigError."""
     try:
         if path.suffix == ".npy":
             return _open_npy(path)
@@ -73,9 +73,9 @@ def open_token_file(path: Path, token_bytes: int) -> TokenArray:
             raise ConfigError(
                 f"{path} must be a whole number of {token_bytes}-byte tokens (data.token_bytes), got {size_bytes} bytes"
             )
-        # An empty file cannot be mapped.
         shape = (size_bytes // token_bytes,)
         dtype = np.dtype(f"<u{token_bytes}")
+        # An empty file cannot be memory-mapped.
         return np.memmap(path, dtype=dtype, mode="r", shape=shape) if size_bytes else np.empty(0, dtype=dtype)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -92,10 +92,10 @@ def _open_npy(path: Path) -> TokenArray:
 
 
 def check_range(tokens: TokenSequence, vocab: int, name: str, budget: int = 1 << 26, stretch: int = 1 << 20) -> None:
-    """Raise ConfigError where a token is not an id below `vocab`.
+    """Raise ConfigError if a token is not in [0, vocab).
 
-    Reading every page of a huge corpus at each start would take minutes, so beyond `budget` tokens only evenly spaced
-    stretches are looked at, the last tokens among them.
+    Reading a huge corpus at every start would take minutes, so beyond `budget` tokens only evenly spaced stretches are
+    checked, including the last one.
     """
     total = len(tokens)
     stretches = -(-total // stretch)

@@ -1,7 +1,6 @@
-"""Text to token ids and back.
+"""Tokenizers: plain bytes, or a Hugging Face `tokenizer.json`.
 
-Owns the two tokenizers a corpus can be read with: plain bytes, and a Hugging Face `tokenizer.json`. Reads no corpus,
-and imports the `tokenizers` package only when such a file is asked for, because it is an optional dependency.
+The `tokenizers` package is an optional dependency and imported lazily.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import numpy.typing as npt
 from skerry.errors import ConfigError
 
 TokenArray = npt.NDArray[np.integer[Any]]
-"""Token ids in one dimension, of whatever integer width holds them."""
+"""A one-dimensional array of token ids, of any integer width."""
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
-"""Names under which tokenizers keep the token that ends a document, in the order they are looked for."""
+"""Common names of the token that ends a document, in the order of preference."""
 
 
 class Tokenizer(Protocol):
-    """What a corpus, a model's vocabulary and a printed sample need of a tokenizer."""
+    """Converts text to token ids and back."""
 
     @property
     def vocab(self) -> int:
@@ -37,10 +36,10 @@ class Tokenizer(Protocol):
         """The ids of a text, without a separator."""
 
     def encode_all(self, texts: Sequence[str]) -> list[TokenArray]:
-        """The ids of many texts, where doing them together is quicker than one by one."""
+        """The ids of many texts; faster than one by one."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; ids that make no valid text become replacement characters."""
+        """The text of these ids. Invalid sequences become replacement characters."""
 
 
 class ByteTokenizer:
@@ -56,17 +55,16 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        # An array is taken as it is, because walking through millions of bytes one by one takes seconds.
+        # Iterating over an array of millions of bytes would take seconds.
         tokens = ids if isinstance(ids, np.ndarray) else [int(token) for token in ids]
         return np.asarray(tokens, dtype=np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class HFTokenizer:
-    """A tokenizer.json as the `tokenizers` package reads it.
+    """A Hugging Face tokenizer.json.
 
-    Padding, truncation and the tokens that its template would put around a text are switched off: a corpus is one
-    stream of documents, and the separators in it are ours. A tokenizer that has no token for the end of a document is
-    given one id more, which decodes to nothing.
+    Disables padding, truncation and special tokens, because a corpus is one stream of documents with our own separators.
+    A tokenizer without an end-of-document token gets an additional id, which decodes to nothing.
     """
 
     def __init__(self, path: str) -> None:
@@ -83,7 +81,7 @@ class HFTokenizer:
         self._inner.no_padding()
         self._inner.no_truncation()
         known: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
-        # Ids may have gaps, so the number of tokens can be less than the largest id asks for.
+        # Ids may have gaps, so the number of tokens is not enough.
         size = max(known.values(), default=-1) + 1
         named = next((known[name] for name in END_OF_TEXT if name in known), None)
         self.separator = size if named is None else named

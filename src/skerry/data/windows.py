@@ -1,8 +1,8 @@
-"""The order in which a corpus is trained on, and the fixed windows it is validated on.
+"""Training windows in shuffled order, and the fixed windows for validation.
 
-A window is `context` tokens and the one after them; windows follow each other without overlap, except for that one
-token. The order is a function of (seed, epoch) alone, the same on every platform and numpy version, so any learner can
-work out any sample from its number: nothing about it needs to be stored or sent. Knows nothing of islands or devices.
+A window is `context` tokens plus the next one as the last target. Consecutive windows share only that token. The order depends
+only on (seed, epoch) and is the same on every platform and numpy version, so any learner can compute any sample from its
+number, and nothing about the order needs to be stored or sent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from skerry.data.token_files import TokenSequence
 from skerry.errors import ConfigError
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets, both int64 of shape (sequences, context); a target is the token after its input."""
+"""Inputs and targets, both int64 of shape (sequences, context). A target is the token after its input."""
 
 
 _LOOKED_AT = 1 << 20
+"""Tokens at each end of the corpus that enter the fingerprint."""
 
 
 class Windows:
-    """All windows of a token sequence, each seen once per epoch in a seeded order."""
+    """All windows of a token sequence, each once per epoch in a seeded order."""
 
     def __init__(self, tokens: TokenSequence, context: int, seed: int) -> None:
         self.windows_count = _count(tokens, context)
@@ -35,13 +36,13 @@ class Windows:
         self._shuffle = Shuffle(self.windows_count, seed)
 
     def batch(self, start: int, count: int) -> Batch:
-        """Samples start..start+count-1 of the endless sequence of epochs."""
+        """The samples start..start+count-1, numbered through all epochs."""
         if start < 0 or count < 1:
             raise ValueError(f"a batch must have start >= 0 and count >= 1, got start {start}, count {count}")
         return _gather(self._tokens, self._context, self.indices(start, count))
 
     def fingerprint(self) -> int:
-        """Tells other texts and other orders apart. Of large files the beginning, the end and the length must do."""
+        """A hash of data and order. Large files enter with their beginning, end and length only."""
         count = len(self._tokens)
         parts = [self._tokens[:_LOOKED_AT], self._tokens[max(0, count - _LOOKED_AT) : count]]
         found = zlib.crc32(f"{count} {self._context} {self._seed}".encode())
@@ -50,16 +51,16 @@ class Windows:
         return found
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Which windows those samples are."""
+        """The window index of each of these samples."""
         return self._shuffle.indices(start, count)
 
 
 def validation_batches(tokens: TokenSequence, context: int, max_tokens: int, batch: int) -> Iterator[Batch]:
-    """Evenly spaced windows of the held-out tokens, the same every time: at most `max_tokens`, at least one window."""
+    """Batches of evenly spaced windows of the held-out tokens, always the same: at most `max_tokens`, at least one window."""
     count = _count(tokens, context)
     wanted = min(count, max(1, max_tokens // context))
     chosen = [k * count // wanted for k in range(wanted)]
-    # Returned, not yielded, so that what is wrong with the arguments is said at the call.
+    # Not a generator function, so that invalid arguments raise at the call.
     return (_gather(tokens, context, chosen[first : first + batch]) for first in range(0, wanted, batch))
 
 

@@ -1,4 +1,4 @@
-"""Models that Skerry trains out of the box; any other torch module can be trained as well."""
+"""The models that `skerry train` trains. Any other torch module can be trained through `skerry.join`."""
 
 from skerry.models.gpt import GPT, SIZES, GPTShape, build_gpt, generate, shape_for
 

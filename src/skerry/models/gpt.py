@@ -1,8 +1,7 @@
-"""The reference model: a small decoder-only transformer that trains well at any of the preset sizes.
+"""The reference model: a small decoder-only transformer.
 
-Owns the model's shape, its initial weights and sampling from it. Knows nothing of islands, fragments or optimizers;
-what those need is the parameters' names and shapes. Operations are few on purpose: on a CPU, at the small sizes, their
-number counts as much as their arithmetic.
+Defines the model's shape, initial weights and sampling, independent of islands, fragments and optimizers. The code uses few
+operations, because at small sizes on a CPU their number costs as much as their arithmetic.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ _MLP_RATIO = 4
 @dataclass(frozen=True)
 class GPTShape:
     vocab: int
-    """Token ids the model knows."""
+    """Number of token ids."""
     context: int
-    """Longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     layers: int
     width: int
-    """Numbers that represent one token between layers."""
+    """Width of the residual stream."""
     heads: int
-    """Attention heads of a layer; each is width / heads wide."""
+    """Attention heads per layer, each width / heads wide."""
     experts: int = 0
-    """Experts in place of a layer's MLP; 0 for a dense model."""
+    """Experts per layer in place of the MLP; 0 for a dense model."""
     active: int = 2
-    """Experts that a token uses."""
+    """Experts per token."""
 
     def __post_init__(self) -> None:
         for name in ("vocab", "context", "layers", "width", "heads"):
@@ -60,13 +59,13 @@ class GPTShape:
         hidden = _MLP_RATIO * self.width
         mlp = 2 * self.width * hidden
         if self.experts:
-            mlp = self.experts * (2 * self.width * expert_width(hidden, self.active) + self.width)  # and a row of the router
+            mlp = self.experts * (2 * self.width * expert_width(hidden, self.active) + self.width)  # plus a row of the router
         return self.layers * (4 * self.width**2 + mlp + 2 * self.width) + self.width
 
 
 @dataclass(frozen=True)
 class Size:
-    """A preset: what of a shape does not depend on the data."""
+    """A preset: the part of a shape that does not depend on the data."""
 
     layers: int
     width: int
@@ -83,11 +82,11 @@ SIZES: dict[str, Size] = {
     "350m": Size(layers=22, width=1152, heads=18),
     "1b": Size(layers=20, width=2048, heads=16),
 }
-"""Presets, named by their rough number of parameters outside the token embedding."""
+"""Presets, named by their approximate number of non-embedding parameters."""
 
 
 def shape_for(config: ModelConfig, vocab: int) -> GPTShape:
-    """The preset that `model.size` names, with the numbers given beside it in place of its own."""
+    """The preset that `model.size` names, with the overrides from the config."""
     if config.size not in SIZES:
         raise ConfigError(f"model.size must be one of {', '.join(SIZES)}, got {config.size!r}")
     size = SIZES[config.size]
@@ -103,7 +102,7 @@ def shape_for(config: ModelConfig, vocab: int) -> GPTShape:
 
 
 def rotations(context: int, head_width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines, both (context, head_width), with which `rotate` turns a vector by its position."""
+    """Cosines and signed sines for `rotate`, both (context, head_width)."""
     speeds = _ROPE_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     angles = torch.arange(context, dtype=torch.float64)[:, None] * speeds
     cos, sin = angles.cos().float(), angles.sin().float()
@@ -111,7 +110,7 @@ def rotations(context: int, head_width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding: number i of the first half and number i of the second make a pair that is turned."""
+    """Rotary position embedding. Element i of the first half and element i of the second half form a rotated pair."""
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
@@ -127,8 +126,8 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, self.head_width)
         qk, v = qkv[:, :, :2], qkv[:, :, 2]
-        # Queries and keys are normed and turned together, which halves the number of operations. Under autocast the
-        # tables promote them to fp32; attention wants all three in one type.
+        # Queries and keys are normalized and rotated together, which halves the number of operations. Under autocast the
+        # tables promote them to fp32, but attention needs all three in the same type.
         qk = rotate(F.rms_norm(qk, (self.head_width,), eps=_NORM_EPS), cos, sin).to(v.dtype)
         q, k = qk.unbind(dim=2)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
@@ -150,18 +149,18 @@ class Block(nn.Module):
             self.down = Linear(_MLP_RATIO * shape.width, shape.width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What goes on to the next block, and what is added to the loss; experts in training alone add something."""
+        """The block's output, and its auxiliary loss if it has experts and is in training."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         if self.has_experts:
             out, added_loss = self.mlp(self.mlp_norm(x))
             return x + out, added_loss
         hidden = F.relu(self.up(self.mlp_norm(x)))
-        # Not .square(): the backward pass of a power takes twice as long on a CPU as that of a product.
+        # Not .square(): on a CPU the backward pass of a power takes twice as long as that of a product.
         return x + self.down(hidden * hidden), None
 
 
 class GPT(nn.Module):
-    """Pre-norm decoder with rotary positions, normed queries and keys, ReLU² and one matrix for tokens in and out."""
+    """Pre-norm decoder with rotary positions, QK norm, ReLU² and tied embeddings."""
 
     cos: Tensor
     sin: Tensor
@@ -173,7 +172,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=_NORM_EPS)
         cos, sin = rotations(shape.context, shape.head_width)
-        # One table for all heads, and for queries and keys: (context, 1, 1, head_width).
+        # Broadcasts over queries/keys and heads: (context, 1, 1, head_width).
         self.register_buffer("cos", cos[:, None, None, :], persistent=False)
         self.register_buffer("sin", sin[:, None, None, :], persistent=False)
         self._draw_weights(seed)
@@ -183,7 +182,7 @@ class GPT(nn.Module):
         if self.embedding.weight.is_meta:
             return
         generator = torch.Generator().manual_seed(seed)
-        # What is added to the residual stream is drawn smaller, so that its size does not grow with the depth.
+        # Matrices that write to the residual stream start smaller, so that its scale does not grow with depth.
         added_std = _INIT_STD / math.sqrt(2 * self.shape.layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -191,11 +190,11 @@ class GPT(nn.Module):
                 parameter.normal_(std=added_std if added else _INIT_STD, generator=generator)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """What the output head sees: (batch, length, width)."""
+        """The input of the output head: (batch, length, width)."""
         return self._hidden(tokens)[0]
 
     def _hidden(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The same, and what blocks add to the loss."""
+        """The input of the output head, and the auxiliary losses of the blocks."""
         length = tokens.shape[1]
         if length > self.shape.context:
             raise ValueError(f"a sequence must be at most {self.shape.context} tokens long, got {length}")
@@ -209,13 +208,13 @@ class GPT(nn.Module):
         return self.norm(x), added_losses
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """In fp32 whatever the type of the matrices: bf16 would round away small differences between likely tokens."""
+        """Logits in fp32, because bf16 would round away small differences between likely tokens."""
         return F.linear(hidden, self.embedding.weight).float()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (batch, length, vocab), or, with targets, the mean cross-entropy in nats per token.
 
-        Training a mixture of experts adds to the cross-entropy what keeps the experts of each layer evenly used.
+        When training a mixture of experts, the loss includes the auxiliary losses that balance the experts.
         """
         hidden, added_losses = self._hidden(tokens)
         logits = self.logits(hidden)
@@ -228,7 +227,7 @@ class GPT(nn.Module):
 
 
 def build_gpt(config: ModelConfig, vocab: int, seed: int) -> GPT:
-    """A model with fresh weights on the CPU: the same for the same seed, and no random state but its own is touched."""
+    """A model with fresh weights on the CPU. The weights depend only on the seed; global random state is not touched."""
     with torch.device("cpu"):
         return GPT(shape_for(config, vocab), seed)
 
@@ -237,10 +236,10 @@ def build_gpt(config: ModelConfig, vocab: int, seed: int) -> GPT:
 def generate(
     model: GPT, prompt_tokens: Iterable[int], count: int, temperature: float = 1.0, seed: int = 0, top_k: int = 0
 ) -> list[int]:
-    """`count` tokens that the model writes after the prompt, the prompt not among them.
+    """Generate `count` tokens after the prompt. Returns them without the prompt.
 
-    Drawn from the whole distribution, or from its `top_k` likeliest tokens; temperature 0 always takes the likeliest.
-    Draws are made on the CPU, so that a seed means the same on every device.
+    Samples from the whole distribution or from the `top_k` likeliest tokens; temperature 0 always takes the likeliest.
+    Sampling runs on the CPU, so that a seed gives the same draws on every device.
     """
     tokens = [int(token) for token in prompt_tokens]
     if not tokens:
@@ -251,7 +250,7 @@ def generate(
     device = model.embedding.weight.device
     start = len(tokens)
     training = model.training
-    model.eval()  # in training experts drop tokens
+    model.eval()  # in training mode, experts drop tokens
     try:
         for _ in range(count):
             window = torch.tensor([tokens[-model.shape.context :]], device=device)

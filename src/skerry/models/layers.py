@@ -1,4 +1,5 @@
-"""Layers that have no values until their model draws them: torch's own would draw random numbers from the global generator."""
+"""Layers without initialization. torch's own layers would draw from the global random generator; the model draws all weights
+itself."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ from torch import nn
 
 
 class Linear(nn.Linear):
-    """Without bias."""
+    """A linear layer without bias."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        """The model draws all weights itself."""
+        """Does nothing."""
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """The model draws all weights itself."""
+        """Does nothing."""

@@ -1,13 +1,13 @@
-"""A mixture of experts in place of a layer's MLP: every token goes through the `active` experts its router likes best.
+"""A mixture of experts in place of a layer's MLP: the router sends every token through its `active` best experts.
 
-Owns routing, the experts' matrices and the losses that keep experts evenly used. All shapes follow from the number of tokens
-alone and nothing is read back from the device, so the layer can be compiled and captured in a CUDA graph.
+All shapes depend only on the number of tokens, and nothing is read back from the device, so the layer can be compiled and
+captured in a CUDA graph.
 
-Tokens are gathered into a table of experts × capacity slots, all experts work on their slots in one batched product, and each
-token sums up what comes out of its slots. In training an expert serves at most CAPACITY times its even share; tokens over that
-get nothing from it. The table is filled in the order of tokens, so later ones are dropped first: within a sequence no token
-depends on a later one, but it may depend on sequences before it in the batch. In evaluation every expert has room for every
-token: nothing can be dropped, and a token's output depends on no other token at all.
+Tokens are gathered into a table of experts × capacity slots, all experts process their slots in one batched product, and each
+token sums the outputs of its slots. In training an expert serves at most CAPACITY times its even share and drops further
+tokens. The table is filled in token order, so later tokens are dropped first: within a sequence no token depends on a later
+one, but it may depend on earlier sequences in the batch. In evaluation every expert has room for every token, so nothing is
+dropped and a token's output depends on no other token.
 """
 
 from __future__ import annotations
@@ -22,62 +22,62 @@ from torch import Tensor, nn
 from skerry.models.layers import Linear
 
 CAPACITY = 1.25
-"""Slots of an expert in training, as a multiple of what it would need if all experts were used evenly."""
+"""Slots per expert in training, as a multiple of its even share of the tokens."""
 BALANCE = 0.01
 """Weight of `balance_loss` in each layer."""
 ROUTER_SIZE = 1e-3
-"""Weight of the squared log of the router's summed exponentials, which keeps its logits from growing without need."""
+"""Weight of the router's z-loss (the squared logsumexp of its logits), which keeps the logits from growing."""
 _ROW_MULTIPLE = 8
-"""Rows of a batched product are a multiple of this: GPUs are slower at others."""
+"""Rows of a batched product are a multiple of this, because GPUs are slower with others."""
 _WIDTH_MULTIPLE = 16
 
 
 def expert_width(dense: int, active: int) -> int:
-    """Hidden width of one expert, such that `active` of them have as many parameters as an MLP of width `dense`, up to the
-    rounding that keeps matrices aligned."""
+    """Hidden width of one expert, so that `active` of them have as many parameters as an MLP of width `dense`. Rounded to
+    keep matrices aligned."""
     return max(round(dense / active / _WIDTH_MULTIPLE), 1) * _WIDTH_MULTIPLE
 
 
 def training_capacity(tokens: int, experts: int, active: int) -> int:
-    """Slots of each expert. More than one for each token is never needed: the experts of a token are different ones."""
+    """Slots per expert. At most one per token is needed, because a token's experts are distinct."""
     slots = math.ceil(CAPACITY * tokens * active / experts)
     return min(-(-slots // _ROW_MULTIPLE) * _ROW_MULTIPLE, tokens)
 
 
 class Routing(NamedTuple):
-    """Where tokens go and what comes back to them. An assignment is one of the `active` experts of one token."""
+    """The mapping between tokens and slots. An assignment is one of the `active` experts of one token."""
 
     assignment_of_slot: Tensor
-    """(experts × capacity). Slots left empty name some assignment as well; what they compute is never read."""
+    """(experts × capacity). Empty slots hold an arbitrary assignment; their output is never read."""
     filled: Tensor
-    """(experts × capacity): whether the slot serves its assignment."""
+    """(experts × capacity): whether the slot is in use."""
     slot_of: Tensor
-    """(tokens, active). Assignments that are dropped name slot 0."""
+    """(tokens, active). Slot 0 for dropped assignments."""
     kept: Tensor
     """(tokens, active): whether the assignment has a slot."""
     wanted: Tensor
-    """(experts): assignments of each expert, the dropped ones too."""
+    """(experts): assignments per expert, including dropped ones."""
 
 
 def routes_of(chosen: Tensor, experts: int, capacity: int) -> Routing:
-    """`chosen` (tokens, active) has the experts of each token."""
+    """Assign slots to tokens. `chosen` (tokens, active) holds the experts of each token."""
     device, assignments = chosen.device, chosen.flatten()
     count, slots = assignments.numel(), experts * capacity
-    # How many assignments of its expert come before each one. The long dimension is the last: scans along others are slow.
+    # Rank of each assignment within its expert. The long dimension is last, because scans along others are slow.
     ranks = (assignments == torch.arange(experts, device=device)[:, None]).cumsum(dim=1, dtype=torch.int32)
     wanted = ranks[:, -1]
     rank = ranks.gather(0, assignments[None])[0] - 1
     kept = rank < capacity
     slot = assignments * capacity + rank
-    # One more slot takes those that are dropped. Empty slots name different assignments rather than all the same one.
+    # An additional slot takes the dropped assignments. Empty slots hold different assignments, not all the same one.
     table = torch.arange(slots + 1, device=device) % count
     table = table.scatter(0, torch.where(kept, slot, slots), torch.arange(count, device=device))[:slots]
     filled = (torch.arange(capacity, device=device) < wanted[:, None]).flatten()
     return Routing(table, filled, torch.where(kept, slot, 0).view_as(chosen), kept.view_as(chosen), wanted)
 
 
-# Each direction of the way into the slots and back has its table, so gradients are gathered as well. Left to autograd they
-# would be scattered, and on a GPU summed in an order that changes from one run to the next.
+# With a table for each direction, gradients are gathered too. Autograd would scatter them, and on a GPU sum them in an order
+# that differs from run to run.
 
 
 class _IntoSlots(torch.autograd.Function):
@@ -96,7 +96,7 @@ class _IntoSlots(torch.autograd.Function):
 
 
 class _OutOfSlots(torch.autograd.Function):
-    """(slots, width) → (tokens, width): the weighted sum over each token's slots. Dropped assignments must weigh 0."""
+    """(slots, width) → (tokens, width): the weighted sum over each token's slots. Dropped assignments must have weight 0."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, slot_of: Tensor, assignment_of_slot: Tensor, filled: Tensor) -> Tensor:
@@ -126,9 +126,9 @@ def _out_of_slots(y: Tensor, weights: Tensor, routes: Routing) -> Tensor:
 
 
 def balance_loss(chances: Tensor, wanted: Tensor) -> Tensor:
-    """Experts × Σ (share of assignments × mean chance) over experts: 1 if all are used evenly, more if not.
+    """Experts × Σ (share of assignments × mean probability) over experts: 1 if all are used evenly, more otherwise.
 
-    `chances` (tokens, experts) are the router's. Only they have a gradient, which is larger the more an expert is used.
+    `chances` (tokens, experts) are the router's probabilities. Only they have a gradient, which grows with an expert's use.
     """
     experts = chances.shape[1]
     shares = wanted / wanted.sum()
@@ -136,7 +136,7 @@ def balance_loss(chances: Tensor, wanted: Tensor) -> Tensor:
 
 
 class Expert(nn.Module):
-    """Two matrices of its own: optimizers, fragments and merging treat them like any other."""
+    """The two matrices of one expert. Separate parameters, so that optimizers and merging treat them like any other."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -153,13 +153,13 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(Expert(width, hidden) for _ in range(experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The experts' output in the shape of x and, in training, what is added to the loss for an even use of experts.
+        """The experts' output in the shape of x and, in training, the auxiliary loss that balances the experts.
 
-        Every island balances its experts over its own tokens.
+        Every island balances the experts over its own tokens.
         """
         flat = x.flatten(0, -2)
         tokens, experts = flat.shape[0], len(self.experts)
-        # Never in bf16, which would leave more choices between two experts to rounding. On a GPU TF32, if the job allows that.
+        # Never in bf16, where rounding would decide between close experts. On a GPU it is TF32 if the job allows that.
         exact = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(flat.to(exact), self.router.weight.to(exact))
@@ -167,7 +167,7 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = chances.topk(self.active, dim=-1)
         if self.active > 1:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        # With a single expert that share would always be 1 and teach the router nothing, so its chance is the weight.
+        # With a single expert the normalized weight would always be 1 and give the router no gradient, so keep the probability.
         capacity = training_capacity(tokens, experts, self.active) if self.training else tokens
         routes = routes_of(chosen, experts, capacity)
         into = _into_slots(flat, routes)
@@ -179,7 +179,7 @@ class MixtureOfExperts(nn.Module):
         return out, BALANCE * balance_loss(chances, routes.wanted) + ROUTER_SIZE * router_size
 
     def _work(self, into: Tensor) -> Tensor:
-        """What each expert makes of its own slots: (experts, capacity, width)."""
+        """Run each expert on its slots: (experts, capacity, width)."""
         experts = cast("list[Expert]", self.experts)
         up = torch.stack([expert.up.weight for expert in experts])
         down = torch.stack([expert.down.weight for expert in experts])

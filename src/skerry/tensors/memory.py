@@ -1,8 +1,7 @@
-"""Memory for flat vectors that come and go all the time: what is freed is used again for the next of about that size.
+"""A pool of memory for large, short-lived vectors: a freed block is reused for the next vector of about the same size.
 
-A general allocator cuts a freed vector up for a smaller one and then has no room for another like it: a syncer would get
-half as large again. And memory that is got from the kernel anew has to be zeroed, which costs more than what is done with it.
-What nobody has wanted for a while goes back to the kernel.
+A general allocator splits freed blocks for smaller vectors and fragments the heap; a syncer would grow by half. Fresh memory
+from the kernel has to be zeroed, which costs more than the work done in it. Blocks unused for a while go back to the kernel.
 """
 
 from __future__ import annotations
@@ -21,25 +20,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SMALL_BYTES = 1 << 16
-"""Up to this many, an allocation costs nothing to speak of."""
+"""Vectors up to this size are not pooled; allocating them is cheap."""
 STEPS = 16
-"""Sizes told apart between a power of two and the next."""
+"""Size classes between two powers of two."""
 KEPT_S, SWEPT_EVERY_S = 60.0, 10.0
-"""What was not used for so long is given back; looked for so often."""
+"""How long a free block is kept, and how often to look for older ones."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Free = collections.deque[tuple[float, mmap.mmap]]
-"""Of one size, each with when it was freed, the oldest first. The newest is used first, so what is too many gets old."""
+"""Free blocks of one size as (time freed, block), oldest first. The newest is reused first, so surplus blocks expire."""
 
 _free: collections.defaultdict[int, Free] = collections.defaultdict(collections.deque)
 _swept_at = monotonic()
 _watched: dict[int, weakref.ref[Any]] = {}
-"""By its identity, because references to arrays have no hash."""
+"""Keyed by id, because weak references to arrays are not hashable."""
 
 
 def when_gone(array: np.ndarray[Any, Any], act: Callable[[], None]) -> None:
-    """Call once nothing refers to the array, nor to a tensor or memoryview made from it. That may be in any thread, in the
-    middle of anything: `act` must not wait for a lock. Not weakref.finalize, whose end does not expect other threads."""
+    """Call `act` once nothing refers to the array or to a tensor or memoryview made from it.
+
+    The call can come at any point in any thread, so `act` must not wait for a lock. weakref.finalize is not used because its
+    shutdown is not safe with other threads running.
+    """
 
     def gone(reference: weakref.ref[Any]) -> None:
         del _watched[id(reference)]
@@ -50,7 +52,7 @@ def when_gone(array: np.ndarray[Any, Any], act: Callable[[], None]) -> None:
 
 
 def empty_bytes(size_bytes: int) -> Bytes:
-    """As numpy.empty. The memory is free again when nothing refers to the array, or to a tensor or view made from it."""
+    """Like numpy.empty, from the pool. The block is reused when nothing refers to the array or to a view or tensor of it."""
     if size_bytes <= SMALL_BYTES:
         return np.empty(size_bytes, dtype=np.uint8)
     _sweep()
@@ -71,6 +73,7 @@ def private_pages(size_bytes: int) -> mmap.mmap:
 
 
 def _sweep() -> None:
+    """Give old free blocks back to the kernel."""
     global _swept_at
     now = monotonic()
     if now - _swept_at < SWEPT_EVERY_S:
@@ -79,21 +82,21 @@ def _sweep() -> None:
         try:
             if now - free[0][0] > KEPT_S:
                 free.popleft()
-                return  # the rest at the next calls: to give back a gigabyte takes a tenth of a second
+                return  # one block per call: freeing a gigabyte takes a tenth of a second
         except IndexError:
-            pass  # empty, or made so by somebody else meanwhile
+            pass  # empty, or emptied by another thread
     _swept_at = now
 
 
 def give_back() -> None:
-    """All that is free, at once, because little will be wanted from now on."""
+    """Give all free blocks back to the kernel, when little memory will be needed from now on."""
     for free in list(_free.values()):
         free.clear()
 
 
 def empty_like(vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """As torch.empty_like, in fp32 if no type is given."""
-    import torch  # not above: a process that only carries bytes does without
+    """Like torch.empty_like, from the pool, and in fp32 by default."""
+    import torch  # lazily, because the sidecar process does not need torch
 
     dtype = torch.float32 if dtype is None else dtype
     if vector.device.type != "cpu" or not vector.numel():

@@ -1,11 +1,11 @@
-"""The numerics of one merge: contributions in, the next version of a fragment out. All in fp32, on flat vectors.
+"""The arithmetic of a merge: contributions in, the next version of a fragment out. In fp32, on flat vectors.
 
-Vectors are worked through in blocks that stay in the processor's cache, so each contribution is read from memory once for its
-norms and once for its share of the mean. It may come in any type that holds its values; no copy of a whole one is made.
+Vectors are processed in blocks that fit into the CPU cache, so each contribution is read from memory once for its norms and
+once for the mean. A contribution may have any type whose values fp32 can hold, and is never copied as a whole.
 
-A contribution is progress: the version the learner had adopted minus what it has now. With every learner on the current
-version that is the paper's Θ − θ; a learner one version behind then adds what it learned instead of pulling the global
-model back to the version it started from.
+A contribution is progress: the version the learner adopted minus its current values. If every learner is on the current
+version, that is the paper's Θ − θ. A learner one version behind adds what it learned, and does not pull the global model back
+to its older base.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from skerry.tensors.memory import empty_like
 
 @dataclass
 class FragmentState:
-    """What the syncer holds of one fragment."""
+    """The syncer's state of one fragment."""
 
     values: Tensor
     momentum: Tensor
     shown: Tensor | None = None
-    """The values as learners have them, if what is published is not exact: see `publish`."""
+    """The values that learners have, if the publishing codec is lossy (see `publish`)."""
 
     @staticmethod
     def fresh(values: Tensor) -> FragmentState:
@@ -37,34 +37,37 @@ class FragmentState:
 
     @property
     def public(self) -> Tensor:
+        """The values that learners have."""
         return self.values if self.shown is None else self.shown
 
 
 def publish(before: FragmentState, after: FragmentState, codec: Codec) -> tuple[FragmentState, Tensor]:
-    """The next version as learners get it, and the bytes that take those who hold the one before there.
+    """Encode the next version for learners. Returns its state and the bytes to send to learners with the previous version.
 
-    An exact codec sends values. Any other sends the difference to what learners have, and so what one version could not
-    express comes with the next.
+    An exact codec sends values. A lossy codec sends the difference to the values learners have, so that the next version
+    corrects the error of this one.
     """
     if codec.exact:
         return FragmentState(after.values, after.momentum), codec.encode(after.values)
     difference = torch.sub(after.values, before.public, out=empty_like(after.values))
     data = codec.encode(difference)
-    # The difference is not needed any more, and its memory is.
+    # Reuses the memory of `difference`.
     shown = difference.copy_(codec.decode(data, after.values.numel())).add_(before.public)
     return FragmentState(after.values, after.momentum, shown), data
 
 
 BLOCK = 1 << 19
-"""Elements at a time: few enough for the processor's caches, and many, because threads contend for the interpreter between
-any two operations."""
+"""Elements per block: few enough for the CPU cache, but many, because threads contend for the GIL between operations."""
 ROW = 1 << 14
-"""Elements that are summed up at a time. torch does that in one thread, so a sum does not depend on how many there are."""
+"""Elements per partial sum. torch computes it in one thread, so the result does not depend on the number of threads."""
 
 
 def _blocks(vector: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Each with room for as many elements, the same for all of them: torch's own allocations, made and freed for block after
-    block, would leave holes. A vector on a GPU is one block: there a pass costs less than to start many small ones."""
+    """Slices of the vector, each with an fp32 scratch buffer of the same length.
+
+    All slices share one buffer, because allocating one per block would fragment the heap. On a GPU the whole vector is one
+    block, because launching many small kernels costs more.
+    """
     numel = vector.numel()
     size = BLOCK if vector.device.type == "cpu" else max(numel, 1)
     room = empty_like(vector[:size])
@@ -74,12 +77,12 @@ def _blocks(vector: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def norms_of(fragment: Fragment, delta: Tensor) -> list[float]:
-    """Of each tensor's part of a contribution."""
+    """The norm of each piece of a contribution."""
     return [norm(part) for part in torch.split(delta, [piece.numel for piece in fragment.pieces])]
 
 
 def norm(vector: Tensor) -> float:
-    """The Euclidean norm to five digits or more; not finite if an element is not."""
+    """The Euclidean norm to at least five digits; not finite if any element is not."""
     return math.sqrt(sum(_square_norm(_in_fp32(vector[here], room)) for here, room in _blocks(vector)))
 
 
@@ -88,7 +91,7 @@ def _in_fp32(block: Tensor, room: Tensor) -> Tensor:
 
 
 _SMALL, _LARGE = 1e-15, 1e15
-"""Outside of these the squares of some elements may be too small or too large for fp32."""
+"""Outside this range the squares of some elements may underflow or overflow in fp32."""
 
 
 def _square_norm(block: Tensor) -> float:
@@ -107,7 +110,7 @@ def _square_norm(block: Tensor) -> float:
 
 
 def mean(deltas: Sequence[Tensor], weights: Sequence[float], out: Tensor | None = None) -> Tensor:
-    """Weighted mean. The order of summation is the order given, so equal inputs give equal bits."""
+    """Weighted mean. Sums in the given order, so that equal inputs give equal bits."""
     result = empty_like(deltas[0]) if out is None else out
     total = sum(weights)
     for here, room in _blocks(result):
@@ -122,17 +125,17 @@ def _sum(blocks: Sequence[Tensor], shares: Sequence[float], room: Tensor, result
 
 
 NOTHING = 1e-30
-"""Progress shorter than this has no direction that fp32 could express."""
+"""Shorter progress has no direction that fp32 can represent."""
 CANCELLED = 1e-4
-"""Directions whose mean is shorter than this cancel out. What is left is rounding, and has no direction to keep."""
+"""If the mean direction is shorter than this, the directions cancel out and only rounding error is left."""
 
 
 def radial_mean(
     deltas: Sequence[Tensor], weights: Sequence[float], norms: Sequence[float] | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Radial-directional averaging: the mean length times the mean direction.
+    """Radial-directional averaging: the mean length times the normalized mean direction.
 
-    Progress vectors of different learners are nearly orthogonal, so their plain mean shrinks as 1/√M; this keeps the length.
+    Progress vectors of different learners are nearly orthogonal, so their plain mean shrinks with 1/√M. This keeps the length.
     """
     result = empty_like(deltas[0]) if out is None else out
     if len(deltas) == 1:
@@ -153,11 +156,11 @@ def radial_mean(
 
 
 def nesterov(state: FragmentState, gradient: Tensor, lr: float, momentum: float) -> FragmentState:
-    """One step of SGD with Nesterov momentum; equal to torch.optim.SGD(nesterov=True) when momentum > 0. The gradient is used
-    up: its memory holds the new momentum."""
+    """One step of SGD with Nesterov momentum; equal to torch.optim.SGD(nesterov=True) when momentum > 0. Overwrites the
+    gradient with the new momentum."""
     after = FragmentState(empty_like(state.values), gradient)
     for here, room in _blocks(gradient):
-        # The same operations in the same order as torch's, so that the result is the same to the bit.
+        # The same operations in the same order as torch.optim.SGD, so that the result is bit for bit identical.
         step = room.copy_(gradient[here])
         buffer = torch.mul(state.momentum[here], momentum, out=after.momentum[here]).add_(step)
         torch.add(state.values[here], step.add_(buffer, alpha=momentum), alpha=-lr, out=after.values[here])
@@ -178,12 +181,14 @@ def merge(
     norms: Sequence[Sequence[float]] | None = None,
     fresh: Sequence[bool] | None = None,
 ) -> FragmentState:
-    """The next version of a fragment. `presence` scales the progress when live learners are missing from the merge. `norms` are
-    those of each contribution, as `norms_of` gives them, if somebody has worked them out. `fresh` says which contributions are
-    progress since `state`, and not since a version before it; all are if it is not given.
+    """Compute the next version of a fragment.
 
-    Running statistics become the mean of the members' own values, which only a fresh contribution tells: to add what moved
-    since an older version could make a variance negative. Without a fresh one they stay as they are."""
+    `presence` scales the progress when asked learners are missing. `norms` are the contributions' norms from `norms_of`, if
+    already computed. `fresh` marks contributions that count from `state` and not from an older version; by default all do.
+
+    Running statistics become the mean of the learners' own values. Only fresh contributions reveal those: applying the change
+    since an older version could make a variance negative. Without a fresh contribution the statistics stay unchanged.
+    """
     progress = empty_like(state.values)
     statistics = torch.zeros(fragment.numel, dtype=torch.bool) if _has_statistics(layout, fragment) else None
     at = 0

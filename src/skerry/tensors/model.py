@@ -1,4 +1,4 @@
-"""Which tensors of a model take part, under which names and rules. The order is the model's own and the same everywhere."""
+"""The tensors of a model that take part in the exchange, with their names and merge rules, in the model's own order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skerry.tensors.fragments import Rule, TensorSpec
 
 
 class TensorSlot(NamedTuple):
-    """An entry of a module's own table of parameters or buffers."""
+    """An entry in a module's table of parameters or buffers."""
 
     table: Mapping[str, Tensor | None]
     key: str
@@ -26,20 +26,20 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without what torch.compile and activation checkpointing put into it."""
+    """A tensor's name without the prefixes that torch.compile and activation checkpointing add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def model_tensors(model: nn.Module) -> list[tuple[TensorSpec, Tensor]]:
-    """Every parameter once (tied ones under their first name), then every buffer that belongs to the model's state."""
+    """Every parameter once (tied ones under their first name), then every persistent buffer."""
     model = _unwrapped(model)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     found: list[tuple[TensorSpec, Tensor]] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
-            raise ConfigError(f"parameters must be real floating-point tensors, {name!r} is {parameter.dtype}")
+            raise ConfigError(f"trainable parameters must be real floating-point tensors, {name!r} is {parameter.dtype}")
         rule: Rule = "radial"
         if not parameter.requires_grad:
             rule = "fixed"
@@ -54,7 +54,7 @@ def model_tensors(model: nn.Module) -> list[tuple[TensorSpec, Tensor]]:
 
 
 def slots_of(model: nn.Module, tensors: Sequence[Tensor]) -> list[TensorSlot]:
-    """Where in the model each of its tensors stands. What is found there later may be another one."""
+    """The slot of each tensor in the model. A slot survives the replacement of its tensor."""
     found: dict[int, TensorSlot] = {}
     for module in _unwrapped(model).modules():
         for table in (module._parameters, module._buffers):
@@ -68,7 +68,7 @@ def _spec(name: str, tensor: Tensor, rule: Rule) -> TensorSpec:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, in whatever order they were put around it."""
+    """The model inside DistributedDataParallel and torch.compile wrappers, in any order."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if isinstance(model, nn.parallel.DistributedDataParallel):

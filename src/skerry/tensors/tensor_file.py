@@ -1,5 +1,5 @@
-"""Tensors as a safetensors file, in parts that nothing is copied into: the library would copy all of them into one, and hold
-the interpreter meanwhile, which a training loop beside it needs."""
+"""Writing safetensors files without copying the tensors. The safetensors library copies everything into one buffer and holds
+the GIL meanwhile, which would stall the training loop."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _NAMES = {
 
 
 class NoSuchType(Exception):
-    """A tensor of a type that the format, or this file, does not know."""
+    """A tensor has a type that the format or this module does not support."""
 
 
 def as_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> list[bytes | memoryview]:
-    """Of contiguous tensors on the host. What is given refers to their memory."""
+    """The file's content as a list of parts. The tensors must be contiguous and in host memory; the parts share their memory.
+    Raises NoSuchType."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     parts: list[bytes | memoryview] = []
     end = 0
-    # Those with the largest elements first, so that each begins at a multiple of its elements' size.
+    # The largest element size first keeps every tensor aligned.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
         if tensor.dtype not in _NAMES:
             raise NoSuchType(f"{name} is {tensor.dtype}")
@@ -50,7 +51,7 @@ def as_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None =
 
 
 def in_one(parts: Sequence[bytes | memoryview]) -> memoryview:
-    """All of it in one piece of memory. Torch copies, because it lets go of the interpreter while it does."""
+    """The concatenated parts. torch does the copying, because it releases the GIL."""
     whole = torch.empty(sum(map(len, parts)), dtype=torch.uint8)
     start = 0
     for part in parts:

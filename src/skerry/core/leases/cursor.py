@@ -1,8 +1,8 @@
 """The learner's side of data leases: which samples come next, and which have been trained on. Plain state, without threads.
 
-Ranges are read in the order they were given. A loader may read ahead of training: what it took counts as used only when the
-step it went into is done. When nothing is left (the syncer is away for long, say), samples that were read lately are read once
-more instead of waiting; they are not counted as leased again.
+Ranges are read in the order they were leased. A loader may read ahead of training: samples count as used only when their step
+is done. When the leases run out (for example because the syncer is down for long), recently read samples are repeated instead
+of waiting. Repeated samples are not counted as leased again.
 """
 
 from __future__ import annotations
@@ -13,32 +13,36 @@ from collections import deque
 from skerry.core.leases.ranges import Need, Range
 
 FIRST_STEPS = 64
-"""What is wanted before the pace is known, in steps."""
+"""Steps of data to request before the step time is known."""
 LEAST_STEPS, LEAST_S = 16, 1.0
-"""What is wanted even at the end of an epoch, as the larger of the two: a request takes its time."""
+"""Data to request even at the end of an epoch, in steps and in seconds (the larger counts), to cover a round trip."""
 LOW_STEPS = 8
+"""With fewer steps of data left, more is requested at once instead of with the next report."""
 REPEATED = 4096
-"""Ranges that are remembered to be read once more."""
+"""Ranges to remember for repeating."""
 
 
 class LeaseCursor:
     def __init__(self, batch: int = 1, batches_per_step: int = 1) -> None:
         self.given = 0
+        """Position up to which samples were leased."""
         self.floor = 0
-        """What was given up to here is not ours any more."""
+        """Position up to which leases were taken back."""
         self.taken = 0
+        """Position up to which the loader has read."""
         self.used = 0
+        """Position up to which samples were trained on."""
         self._ahead: deque[Range] = deque()
         self._read: deque[Range] = deque(maxlen=REPEATED)
-        self._under_way: deque[tuple[int, list[Range]]] = deque()
-        """Of each batch that was taken and not trained on yet: how many of its samples count as used then."""
+        self._in_flight: deque[tuple[int, list[Range]]] = deque()
+        """Per batch that was read but not trained on: the number of leased samples in it, and its ranges."""
         self._skipped = 0
-        """Samples that were taken and will not be trained on. They count as used with those of the next step."""
+        """Samples that were read and will not be trained on. They count as used with the next step."""
         self.last_step: list[Range] = []
-        """What the last step was trained on."""
+        """The ranges the last step was trained on."""
         self.set_batch(batch, batches_per_step)
         self.repeats = 0
-        """Samples that were read once more."""
+        """Samples that were repeated."""
 
     def set_batch(self, batch: int, batches_per_step: int) -> None:
         self._batch, self._batches_per_step = batch, batches_per_step
@@ -46,64 +50,65 @@ class LeaseCursor:
 
     @property
     def held(self) -> int:
-        """Samples that can be taken now."""
+        """Leased samples that have not been read."""
         return self.given - self.taken
 
     @property
     def low(self) -> bool:
-        """It would be over soon, and the next report should not be waited for."""
+        """Whether data runs out soon, so that the next request must not wait for the next report."""
         return self.held < LOW_STEPS * self._step_samples
 
-    def granted(self, position: int, found: Range) -> None:
-        """Ranges come in order on one connection; after a new one some come again."""
+    def granted(self, position: int, granted: Range) -> None:
+        """Add a leased range. Ranges arrive in order; after a reconnect known ones are sent again and ignored here."""
         if position == self.given:
-            self._ahead.append(found)
-            self.given += found.count
+            self._ahead.append(granted)
+            self.given += granted.count
 
     def void(self, position: int) -> None:
-        """What was given up to here is not ours any more. What is being trained on meanwhile counts as read once more."""
+        """Give up all leases up to this position, because they were taken back. Batches in flight count as repeated."""
         self.given = self.taken = self.used = self.floor = position
         self._ahead.clear()
-        self._under_way = deque((0, ranges) for _, ranges in self._under_way)
+        self._in_flight = deque((0, ranges) for _, ranges in self._in_flight)
         self._skipped = 0
 
     def take(self, may_repeat: bool = True) -> list[Range]:
-        """The samples of the next batch, or none if they are not there."""
+        """The ranges of the next batch, or an empty list if there is not enough data."""
         count = self._batch
         if self.held >= count:
             taken = _take(self._ahead, count)
             self._read.extend(taken)
             self.taken += count
-            self._under_way.append((count, taken))
+            self._in_flight.append((count, taken))
             return taken
-        if may_repeat and sum(found.count for found in self._read) >= count:
+        if may_repeat and sum(read.count for read in self._read) >= count:
             again = _take(self._read, count)
             self._read.extend(again)
             self.repeats += count
-            self._under_way.append((0, again))
+            self._in_flight.append((0, again))
             return again
         return []
 
     def step_done(self) -> int:
-        """The batches of one step are trained on. Returns how many samples that adds to those used."""
-        batches = itertools.islice(self._under_way, self._batches_per_step)
-        self.last_step = [found for _, ranges in batches for found in ranges]
+        """Count the batches of one step as trained on. Returns how many samples that adds to those used."""
+        batches = itertools.islice(self._in_flight, self._batches_per_step)
+        self.last_step = [part for _, ranges in batches for part in ranges]
         self.skip_step()
         added, self._skipped = self._skipped, 0
         self.used += added
         return added
 
     def skip_step(self) -> None:
-        """The batches of one step were read, and the step was not taken."""
-        for _ in range(min(self._batches_per_step, len(self._under_way))):
-            self._skipped += self._under_way.popleft()[0]
+        """Skip the batches of one step: they were read, but the step was not taken."""
+        for _ in range(min(self._batches_per_step, len(self._in_flight))):
+            self._skipped += self._in_flight.popleft()[0]
 
     def skip_all(self) -> None:
-        """Nothing that was taken before will be trained on any more."""
-        self._skipped += sum(count for count, _ in self._under_way)
-        self._under_way.clear()
+        """Skip every batch in flight; none of them will be trained on."""
+        self._skipped += sum(count for count, _ in self._in_flight)
+        self._in_flight.clear()
 
     def need(self, step_time_s: float, ahead_s: float) -> Need:
+        """The demand to report to the syncer: data for `ahead_s` seconds of training."""
         in_time = LEAST_S / step_time_s if step_time_s > 0 else 0.0
         least = max(LEAST_STEPS, in_time)
         wanted = max(least, ahead_s / step_time_s) if step_time_s > 0 else FIRST_STEPS
@@ -112,6 +117,7 @@ class LeaseCursor:
 
 
 def _take(ranges: deque[Range], count: int) -> list[Range]:
+    """Remove the first `count` samples, splitting a range if necessary."""
     taken = []
     while count > 0:
         first = ranges.popleft()

@@ -1,15 +1,14 @@
-"""Who holds which samples: the syncer's side of data leases, as plain state without time, threads or files.
+"""The syncer's side of data leases: which session holds which samples. Plain state without time, threads or files.
 
-A pool is a data set as an endless sequence of numbered samples: one seeded shuffle of it after the other. A learner is given
-ranges of numbers and reads them in the order they were given; of that order only positions matter here, counted from 0 over all
-its process was ever given.
+A pool is a data set as an endless sequence of numbered samples: one seeded shuffle per epoch. A session is leased ranges of
+sample numbers and reads them in order. Its position counts all samples ever leased to it, from 0.
 
 Rules:
- 1. A number is held by one process at a time. It can be given again only after its holder gave it back.
- 2. What is part of a merge is never given again: when a process ends, what lies behind its last merged position is given back.
- 3. Numbers that were given back go out first, then new ones, from the pool that has come the least far.
- 4. Nobody holds so much that an epoch could not end together: towards its end ranges become small.
- 5. A pool that is pinned to a region is given to learners of that region alone. All readers of a pool must read the same data.
+ 1. A sample is held by one session at a time. It is leased again only after it was returned.
+ 2. A merged sample is never leased again. When a session ends, the samples after its last merged position are returned.
+ 3. Returned samples are leased first, then new ones from the pool with the least progress.
+ 4. Ranges become small towards the end of an epoch, so that all learners finish it together.
+ 5. A pinned pool is leased only to learners of its region. All readers of a pool must have the same data.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_RANGES = 32
-"""Given at once. If so many small ones were given back, the rest comes with the next request."""
+"""Ranges leased per request. Matters only when many small ranges were returned; the rest follows with the next request."""
 MOST_POOLS = 1000
 MOST_AHEAD = 1 << 32
 """Samples that one learner may hold."""
 REFILL_BELOW = 0.75
-"""A learner that holds this share of what it should is not given more, so that ranges do not crumble."""
+"""A learner gets more only when it holds less than this share of its target, so that ranges do not become tiny."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A data set as one of its readers describes it."""
+    """A data set as declared by one of its readers."""
 
     name: str
     size: int
     fingerprint: int = 0
-    """Tells data sets of equal size apart, and shuffles of the same data."""
+    """Differs for different data of the same size and for different shuffles."""
 
 
 @dataclass(frozen=True)
@@ -49,57 +48,60 @@ class Range:
 
 @dataclass(frozen=True)
 class Need:
-    """What a learner has and wants, as positions."""
+    """A learner's demand, as positions in its lease sequence."""
 
     given: int
-    """It knows of ranges up to here."""
+    """Leases it knows of end here."""
     taken: int
-    """It has read samples up to here."""
+    """Samples read so far end here."""
     wanted: int
+    """Leases should reach this position."""
     least: int
-    """It would like to hold ranges up to `wanted`, and up to `least` even at the end of an epoch."""
+    """Leases should reach this position even at the end of an epoch."""
     settled: int = 0
-    """Up to here nothing will be part of anything it contributes from now on."""
+    """No future contribution contains samples before this position."""
 
 
 @dataclass
 class Holding:
-    """What one process was given and what has become of it."""
+    """The leases of one session, and how far they are used. Fields are positions in its lease sequence."""
 
     session: str
     first: int = 0
-    """Position of the first range below."""
+    """Start of `ranges`."""
     ranges: list[Range] = field(default_factory=list)
+    """Leases that may still have to be taken back."""
     given: int = 0
-    """Position behind the last range that it was ever given."""
+    """End of everything ever leased to it."""
     merged: int = 0
-    """Samples up to here are part of the model, or their progress was replaced before it could be."""
+    """Samples before this position are in the model, or will never be."""
     told: int | None = None
-    """Ranges up to here were sent on its present connection."""
+    """End of the ranges sent on its current connection; None if none were sent."""
     floor: int = 0
-    """What it was given up to here is not its own any more, unless it was merged. It starts over when it hears of that."""
+    """Unmerged samples before this position were taken back. The session starts over when it learns of that."""
 
-    def add(self, found: Range) -> None:
+    def add(self, leased: Range) -> None:
+        """Append a range, joined to the previous one if it continues it."""
         last = self.ranges[-1] if self.ranges else None
-        if last is not None and (last.pool, last.stop) == (found.pool, found.start):
-            self.ranges[-1] = Range(last.pool, last.start, last.count + found.count)
+        if last is not None and (last.pool, last.stop) == (leased.pool, leased.start):
+            self.ranges[-1] = Range(last.pool, last.start, last.count + leased.count)
         else:
-            self.ranges.append(found)
-        self.given += found.count
+            self.ranges.append(leased)
+        self.given += leased.count
 
     def behind(self, position: int) -> list[Range]:
-        """What it was given behind this position."""
-        found = []
+        """The leased ranges after this position."""
+        rest = []
         at = self.first
         for held in self.ranges:
             skipped = min(held.count, max(0, position - at))
             if skipped < held.count:
-                found.append(Range(held.pool, held.start + skipped, held.count - skipped))
+                rest.append(Range(held.pool, held.start + skipped, held.count - skipped))
             at += held.count
-        return found
+        return rest
 
     def forget_before(self, position: int) -> None:
-        """What lies before it is merged, or will never be."""
+        """Drop ranges before this position: they are merged, or will never be."""
         if position <= self.first:
             return
         kept = self.behind(position)
@@ -112,9 +114,9 @@ class PoolState:
     size: int
     fingerprint: int
     given: int = 0
-    """Every number below this was given out at least once."""
+    """Every sample number below this was leased at least once."""
     returned: list[tuple[int, int]] = field(default_factory=list)
-    """Numbers that wait to be given again: from, to; in order, not touching."""
+    """Returned samples to lease again, as sorted (from, to) spans that do not touch."""
 
     @property
     def waiting(self) -> int:
@@ -125,6 +127,7 @@ class PoolState:
         return self.size - self.given % self.size + self.waiting
 
     def take(self, count: int) -> tuple[int, int]:
+        """The next (start, count) to lease, at most `count` samples."""
         if self.returned:
             start, stop = self.returned[0]
             taken = min(count, stop - start)
@@ -139,7 +142,7 @@ class PoolState:
     def give_back(self, spans: list[tuple[int, int]]) -> None:
         joined: list[tuple[int, int]] = []
         for a, b in sorted([*self.returned, *spans]):
-            assert not joined or a >= joined[-1][1], f"numbers {a} to {joined[-1][1]} were given back twice"
+            assert not joined or a >= joined[-1][1], f"samples {a} to {joined[-1][1]} were given back twice"
             if joined and joined[-1][1] == a:
                 joined[-1] = (joined[-1][0], b)
             else:
@@ -150,18 +153,19 @@ class PoolState:
 class Leases:
     def __init__(self, pins: dict[str, str] | None = None) -> None:
         self._pins = pins or {}
-        """Pool → the region that may read it."""
+        """Pool → the only region that may read it."""
         self.pools: dict[str, PoolState] = {}
         self.holdings: dict[str, Holding] = {}
-        """By the learner's name. A name that is here has one process that may still come and claim what it did."""
+        """Learner → the leases of its session, as long as that session may still contribute."""
         self._readable: dict[str, tuple[str, ...]] = {}
+        """Learner → the pools it has declared on its current connection."""
 
-    # ------------------------------------------------------------ who reads what
+    # ------------------------------------------------------------ pools and readers
 
     def declare(self, name: str, session: str, region: str, pools: tuple[Pool, ...]) -> str | None:
-        """A learner says what it can read. Returns why it must not, or None."""
+        """Register the pools a learner can read. Returns why that is refused, or None."""
         if len({pool.name for pool in pools}) < len(pools):
-            return f"{name} names a pool twice"
+            return f"{name} declares a pool twice"
         if len(self.pools.keys() | {pool.name for pool in pools}) > MOST_POOLS:
             return f"a run has at most {MOST_POOLS} pools"
         for pool in pools:
@@ -177,7 +181,7 @@ class Leases:
                 and self._is_read(pool.name, name)
                 and (known.size, known.fingerprint) != (pool.size, pool.fingerprint)
             ):
-                what = "data of another content or order" if known.size == pool.size else f"{pool.size} samples"
+                what = "data of different content or order" if known.size == pool.size else f"{pool.size} samples"
                 return f"pool {pool.name!r} has {known.size} samples in this run, {name} reads {what}"
         for pool in pools:
             if pool.name not in self.pools or not self._is_read(pool.name, name):
@@ -187,21 +191,23 @@ class Leases:
         return None
 
     def _is_read(self, pool: str, name: str) -> bool:
-        """By others, or it was. Before that a reader that is set up wrongly does not decide what it is."""
+        """Whether the pool's definition is fixed: samples were leased, or another learner reads it. Until then a learner that
+        declared it wrongly may correct itself."""
         return self.pools[pool].given > 0 or any(pool in read for other, read in self._readable.items() if other != name)
 
     def disconnected(self, name: str) -> None:
         self._readable.pop(name, None)
 
-    # ------------------------------------------------------------ giving
+    # ------------------------------------------------------------ leasing
 
     def give(self, name: str, need: Need, live: int) -> tuple[list[tuple[int, Range]], list[tuple[int, Range]]]:
-        """Ranges to tell this learner of, each with its position; and those of them that are new."""
+        """Lease samples to a learner. Returns the ranges to send to it, and those among them that are new, as (position,
+        range). `live` is the number of learners that hold leases."""
         holding, readable = self.holdings.get(name), self._readable.get(name)
         if holding is None or not readable:
             return [], []
         if holding.told is None:
-            # A new connection: what was sent on the one before may not have arrived.
+            # Ranges sent on the previous connection may not have arrived.
             holding.told = min(need.given, holding.given)
         told = _with_positions(holding.behind(holding.told), holding.given)
         taken = min(need.taken, holding.given)
@@ -229,36 +235,37 @@ class Leases:
     def _progress(self, pool: str) -> float:
         return self.pools[pool].given / self.pools[pool].size
 
-    # ------------------------------------------------------------ what becomes of it
+    # ------------------------------------------------------------ merging, returning
 
     def connected(self, name: str) -> None:
-        """On a new connection nothing has been told yet; what can be read is declared anew."""
+        """Reset the connection's state: ranges are sent again, and the learner has to declare its pools again."""
         self.disconnected(name)
         if name in self.holdings:
             self.holdings[name].told = None
 
     def merged(self, name: str, session: str, position: int) -> None:
-        """A contribution of this process with samples up to here counts from now on."""
+        """Record that a contribution with samples up to this position was merged."""
         holding = self.holdings.get(name)
         if holding is not None and holding.session == session and position > holding.merged:
             holding.merged = position
             holding.forget_before(position)
 
     def of(self, name: str, session: str) -> Holding:
-        """What this process holds; an empty holding, which is nowhere kept, if it holds nothing."""
+        """The session's holding, or an unregistered empty one."""
         holding = self.holdings.get(name)
         return holding if holding is not None and holding.session == session else Holding(session)
 
     def why_refused(self, name: str, session: str, samples: tuple[int, int]) -> str | None:
+        """Why a contribution that covers these samples is refused, or None."""
         start, stop = samples
         holding = self.of(name, session)
         if start == stop == 0 or (start <= stop <= holding.given and (start == stop or start >= holding.floor)):
             return None
-        return f"samples {start} to {stop} of {name} are not its own: it was given {holding.floor} to {holding.given}"
+        return f"samples {start} to {stop} are not leased to {name}: it was given {holding.floor} to {holding.given}"
 
     def take_back(self, name: str, kept: int = 0) -> tuple[str, int, list[Range]]:
-        """What this learner's process holds behind its last merged position, or behind `kept`, can be given to others from now
-        on. Returns the process, the position and the ranges."""
+        """Return the learner's samples after its last merged position, or after `kept`, to their pools. Returns the session,
+        that position and the ranges."""
         holding = self.holdings[name]
         position = max(holding.merged, holding.first, kept)
         ranges = holding.behind(position)
@@ -271,18 +278,18 @@ class Leases:
         return holding.session, position, ranges
 
     def disown(self, name: str, session: str, position: int) -> None:
-        """This process remembers that it was given more than is known here. It starts again behind that."""
+        """Start an empty holding at this position, for a session that remembers more leases than the syncer does."""
         known = self.holdings.get(name)
         assert known is None or not known.ranges, "leases forgotten"
         self.holdings[name] = Holding(session, position, [], position, position, floor=position)
 
     def forget(self, name: str) -> None:
-        """This process will not come back. What it held must have been taken back."""
+        """Forget a session that will not return. Its leases must have been taken back."""
         assert not self.holdings[name].ranges, "leases forgotten"
         del self.holdings[name]
         self.disconnected(name)
 
-    # ------------------------------------------------------------ what a restart needs
+    # ------------------------------------------------------------ saving and restoring
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -304,15 +311,15 @@ class Leases:
         for name, (size, fingerprint, given, returned) in data.get("pools", {}).items():
             self.pools[name] = PoolState(size, fingerprint, given, [(start, stop) for start, stop in returned])
         for name, (session, first, given, merged, floor, ranges) in data.get("holdings", {}).items():
-            held = [Range(*found) for found in ranges]
+            held = [Range(*fields) for fields in ranges]
             self.holdings[name] = Holding(session, first, held, given, merged, floor=floor)
 
 
 def _with_positions(ranges: list[Range], end: int) -> list[tuple[int, Range]]:
-    """The last ranges up to this position."""
-    found = []
+    """Each range with its position, where the last range ends at `end`."""
+    pairs = []
     at = end - sum(held.count for held in ranges)
     for held in ranges:
-        found.append((at, held))
+        pairs.append((at, held))
         at += held.count
-    return found
+    return pairs

@@ -1,7 +1,6 @@
-"""Codecs that give a few bits to each element and a scale to each block of elements.
+"""Block codecs: a few bits per element and one scale per block of elements.
 
-Bytes: the scales of all blocks as bf16, then the elements of all blocks. A block that holds something that is not finite gets
-NaN for its scale.
+Bytes: the scales of all blocks as bf16, then the elements of all blocks. A block with a non-finite element has the scale NaN.
 """
 
 from __future__ import annotations
@@ -11,38 +10,42 @@ from torch import Tensor
 
 BLOCK = 128
 SLICE = 1 << 20
-"""Elements that are encoded at a time: a whole fragment would need several times its own memory."""
+"""Elements to encode at a time. Encoding a whole fragment at once would need several times its memory."""
 NOTHING = 1e-30
-"""A block whose largest element is smaller counts as zeros: its scale might not be a normal number."""
+"""A block whose largest element is smaller is encoded as zeros, because its scale could be subnormal."""
 
 
 class TwoWays:
-    """A codec that encodes in one pass on a GPU, where that is known to give the same bytes, and in parts elsewhere."""
+    """A codec with a fused GPU kernel, used where it is known to produce the same bytes as the portable path."""
 
     name: str
 
     def encode(self, vector: Tensor) -> Tensor:
         if vector.is_cuda and vector.numel():
-            from skerry.tensors.codecs import fused  # which needs a library that takes its time
+            from skerry.tensors.codecs import fused  # lazily, because importing Triton is slow
 
             if fused.trusted(self.name, vector.device, self.encode_in_one_pass, self.encode_in_parts):
                 return self.encode_in_one_pass(vector)
         return self.encode_in_parts(vector)
 
     def encode_in_one_pass(self, vector: Tensor) -> Tensor:
+        """Encode with the fused kernel."""
         raise NotImplementedError
 
     def encode_in_parts(self, vector: Tensor) -> Tensor:
+        """Encode with plain torch operations, SLICE elements at a time."""
         raise NotImplementedError
 
 
 class Blocks(TwoWays):
+    """Base of the block codecs. A subclass defines how scaled elements are packed."""
+
     exact = False
     needs_feedback = False
     unit = BLOCK
     bits: int
     largest: float
-    """What the largest element of a block is scaled to."""
+    """The magnitude to which a block's largest element is scaled."""
 
     def size_bytes(self, numel: int) -> int:
         return _blocks(numel) * (2 + BLOCK * self.bits // 8)
@@ -59,7 +62,7 @@ class Blocks(TwoWays):
     def _encode(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         blocks = in_rows(vector, BLOCK)
         reach = blocks.abs().amax(dim=1)
-        # To multiply by a number is rounded the same way everywhere; what compilers make of a division is not.
+        # Multiplication rounds the same everywhere; compilers may approximate a division.
         scales = (reach * (1.0 / self.largest)).to(torch.bfloat16)
         if _is_plain(reach):
             scaled = blocks * (1.0 / scales.float())[:, None]
@@ -77,10 +80,11 @@ class Blocks(TwoWays):
         return blocks.view(-1)[:numel]
 
     def _pack(self, scaled: Tensor) -> Tensor:
-        """One block a row, in [-largest, largest], to bytes."""
+        """Pack blocks (one per row) of values in [-largest, largest] into bytes."""
         raise NotImplementedError
 
     def _unpack(self, packed: Tensor) -> Tensor:
+        """Invert `_pack`."""
         raise NotImplementedError
 
 
@@ -95,7 +99,7 @@ class Int8(Blocks):
 
 
 class Fp8(Blocks):
-    """Four bits of exponent, three of mantissa."""
+    """Four exponent bits, three mantissa bits (e4m3)."""
 
     name, bits, largest = "fp8", 8, 448.0
 
@@ -107,7 +111,8 @@ class Fp8(Blocks):
 
 
 class Int4(Blocks):
-    """-7 to 7, as 1 to 15. A byte holds one element of the block's first half, low, and one of its second half, high."""
+    """-7 to 7, stored as 1 to 15. A byte's low half is an element of the block's first half, its high half one of the
+    second."""
 
     name, bits, largest = "int4", 4, 7.0
 
@@ -119,13 +124,13 @@ class Int4(Blocks):
 
 
 class E3M0(Blocks):
-    """A sign and seven powers of two below the block's largest element, or zero: as Streaming DiLoCo sends differences. Packed
-    as int4 is."""
+    """Zero or a signed power of two, from the block's largest element down to 1/64 of it, as in Streaming DiLoCo. Packed like
+    int4."""
 
     name, bits, largest = "e3m0", 4, 1.0
 
     _borders = torch.tensor([2.0**-7, *(0.75 * 2.0**-power for power in range(5, -1, -1))], dtype=torch.float32)
-    """Half way between neighbours."""
+    """The midpoints between neighbouring levels."""
     _levels = torch.tensor([0.0, *(2.0**-power for power in range(6, -1, -1))], dtype=torch.float32)
     _signed = torch.cat([_levels, -_levels])
 
@@ -138,7 +143,7 @@ class E3M0(Blocks):
 
 
 def _is_plain(reach: Tensor) -> bool:
-    """Whether no block is special, as far as it costs nothing to look: on a GPU it would mean to wait."""
+    """Whether all blocks are finite and none counts as zeros. False on a GPU, where looking would mean to synchronize."""
     if reach.is_cuda or not reach.numel():
         return False
     least, most = torch.aminmax(reach)
@@ -146,7 +151,7 @@ def _is_plain(reach: Tensor) -> bool:
 
 
 def in_rows(vector: Tensor, width: int) -> Tensor:
-    """As fp32, the last row filled up with zeros."""
+    """The vector as fp32 rows of this width, the last one padded with zeros."""
     numel = vector.numel()
     rows = -(-numel // width)
     flat = vector.float()

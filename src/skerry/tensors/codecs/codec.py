@@ -1,7 +1,7 @@
-"""How a flat fp32 vector becomes bytes and back. The wire declares codec, size and checksum; this module knows which there are.
+"""Codecs: flat fp32 vectors to bytes and back. Also the registry of codecs by name.
 
-A codec works on the device the vector is on, and gives the same bytes of finite values on every device: it is made of
-operations that IEEE 754 rounds in one way only, and of sums that do not depend on their order.
+A codec works on the vector's device and produces the same bytes for finite values on every device: it uses only operations
+whose rounding IEEE 754 defines, and sums that do not depend on their order.
 """
 
 from __future__ import annotations
@@ -22,49 +22,52 @@ if sys.byteorder != "little":  # pragma: no cover - no such machine is supported
 
 
 QUICK_NUMEL = 1 << 19
+"""Elements that a cast converts faster than another thread could be handed the work."""
 
 
 def is_quick(name: str, numel: int) -> bool:
-    """Whether to encode or decode a vector takes less time than to have another thread do it: that thread, too, needs the
-    interpreter. Codecs that do more than a cast take about eight times as long."""
+    """Whether encoding or decoding in place beats handing the work to another thread, which would contend for the GIL.
+    Codecs other than casts take about eight times as long."""
     return numel <= (QUICK_NUMEL if name in ("fp32", "bf16") else QUICK_NUMEL // 8)
 
 
 class Codec(Protocol):
+    """Encodes flat vectors as bytes."""
+
     @property
     def name(self) -> str: ...
 
     @property
     def exact(self) -> bool:
-        """Nothing is lost, so values can be sent as they are. With any other codec differences are sent, which are small."""
+        """Whether the codec is lossless, so that values can be sent. Lossy codecs send differences, which are small."""
         ...
 
     @property
     def needs_feedback(self) -> bool:
-        """It leaves out so much that what it left out has to be sent later."""
+        """Whether the codec is so lossy that the error must be fed back into later contributions."""
         ...
 
     @property
     def unit(self) -> int:
-        """Elements that share something, such as a scale."""
+        """Number of elements that are encoded together, such as those that share a scale."""
         ...
 
     def size_bytes(self, numel: int) -> int:
-        """Bytes of a vector with that many elements."""
+        """Encoded size of a vector with `numel` elements."""
         ...
 
     def encode(self, vector: Tensor) -> Tensor:
-        """Bytes, as a flat uint8 tensor on the vector's device. Those of an exact codec may share the vector's memory."""
+        """Encode as a flat uint8 tensor on the vector's device. An exact codec may share the vector's memory."""
         ...
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
-        """The vector again, on the device of the bytes, in fp32 or a type whose values fp32 holds. It may share the memory of
-        the bytes. What was not finite when it was encoded is not finite now, though its neighbours may not be either."""
+        """Decode on the device of the bytes, to fp32 or a type whose values fp32 can hold. May share the memory of the bytes.
+        Non-finite elements stay non-finite, and elements of the same unit may become so."""
         ...
 
 
 class Cast:
-    """Elements in another type."""
+    """Converts the elements to another floating-point type."""
 
     needs_feedback = False
     unit = 1
@@ -93,6 +96,7 @@ _CODECS: dict[str, Codec] = {
 
 
 def codec(name: str) -> Codec:
+    """The codec with this name. Raises WireError."""
     found = _CODECS.get(name)
     if found is None:
         raise WireError(f"codec must be one of {', '.join(_CODECS)}, got {name!r}")
@@ -100,13 +104,13 @@ def codec(name: str) -> Codec:
 
 
 def raw_bytes(vector: Tensor) -> memoryview:
-    """A contiguous vector's memory, not copied."""
+    """The memory of a contiguous vector, without a copy."""
     view: memoryview = vector.view(torch.uint8).numpy().data
     return view.cast("B")
 
 
 def byte_tensor(data: memoryview) -> Tensor:
-    """Bytes as a tensor, not copied if they may be written to."""
+    """The bytes as a tensor, without a copy if they are writable."""
     if len(data) == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

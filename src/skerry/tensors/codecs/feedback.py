@@ -1,8 +1,8 @@
-"""What a codec left out of contributions that were merged, so that it can be sent with later ones.
+"""Error feedback: what a lossy codec left out of merged contributions, to be added to later ones.
 
-Only what was merged counts: a contribution that got lost was lost with all its progress, and changes nothing here. To each
-merged one belongs the difference between the progress it stood for and what was sent; their sum is what is missing. So it
-does not matter how many contributions are under way at once, nor what they already had of what was missing then.
+Each merged contribution adds its error (the progress it stood for minus what was sent) to `missing`. A contribution that is
+not merged changes nothing here, because its whole progress is sent again. This holds for any number of contributions in flight,
+whatever share of `missing` they included.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from torch import Tensor
 
 class Feedback:
     def __init__(self, kept: int) -> None:
+        """`kept` is the number of unconfirmed contributions to remember."""
         self.missing: Tensor | None = None
+        """The accumulated error of merged contributions; None if there is none."""
         self._kept = kept
         self._open: dict[int, Tensor] = {}
-        """The learner's count of steps at a contribution → what will be missing more if it is merged."""
+        """The session's steps at a contribution → its error, until it is known whether it was merged."""
 
     def sent(self, at_step: int, progress: Tensor, sent: Tensor) -> None:
-        """A contribution was encoded; the newest few are remembered."""
+        """Remember the error of a contribution that was encoded."""
         kept = {**self._open, at_step: progress - sent}
         self._open = dict(list(kept.items())[-self._kept :])
 
     def undo(self) -> None:
-        """What was merged has been taken back, so what it left out is not wanted either."""
+        """Discard all errors, because the merges were rolled back."""
         self.missing, self._open = None, {}
 
     def merged(self, upto_step: int) -> None:
-        """The version now held contains this learner's progress up to here."""
+        """Account for the contribution at `upto_step`, which is part of the adopted version."""
         more = self._open.get(upto_step)
         if more is not None:
             self.missing = more if self.missing is None else self.missing + more

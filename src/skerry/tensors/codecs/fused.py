@@ -1,9 +1,8 @@
-"""Encoding on a GPU in one pass, where Triton is there to make the kernels: the same bytes as those of block_codecs.py and
-topk_codec.py, which each kernel is held against before its first use on a device.
+"""Fused GPU encoders, compiled by Triton if it is available. They produce the same bytes as block.py and topk.py; each kernel
+is compared with the portable code before its first use on a device.
 
-The operations are those of the other two, one by one: no product and sum are rounded as one, division is asked for with IEEE
-rounding, and numbers are rounded to whole ones by adding and subtracting one so large that nothing smaller than a whole is
-left beside it.
+To be bit-exact, the kernels use the same operations in the same order: no fused multiply-add, division with IEEE rounding, and
+rounding to integers by adding and subtracting 1.5 · 2²³, where fp32 has no fraction bits.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # another kind of torch, or another platform
+except ImportError:  # a CPU build of torch, or an unsupported platform
     triton = None
 
 log = logging.getLogger("skerry.learner")
 
 ROWS = 32
-"""Blocks that one program encodes."""
+"""Blocks per kernel program."""
 KINDS = ("int8", "int4", "fp8", "e3m0")
 OPTIONS = {"enable_fp_fusion": False}
-"""A product and a sum stay two operations."""
+"""Disables fused multiply-add, which rounds differently."""
 
 if triton is not None:
 
@@ -37,7 +36,7 @@ if triton is not None:
 
     @triton.jit
     def _e4m3(scaled):
-        """Four bits of exponent and three of mantissa, to the nearest even one; below the smallest exponent steps of 1/512."""
+        """Round to e4m3, ties to even. Below the smallest exponent the step is 1/512."""
         bits = scaled.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         rounded = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
@@ -46,7 +45,7 @@ if triton is not None:
 
     @triton.jit
     def _power_of_two(scaled):
-        """How many of the borders between neighbours are not above it, and eight more if it is negative."""
+        """The e3m0 code: the number of midpoints at or below the magnitude, plus 8 if negative."""
         size = tl.abs(scaled)
         code = (size >= 0.0078125).to(tl.int32)
         code += (size >= 0.0234375).to(tl.int32)
@@ -59,7 +58,7 @@ if triton is not None:
 
     @triton.jit
     def _code(scaled, largest, KIND: tl.constexpr):
-        """The element's bits, as a whole number."""
+        """The element's code as an integer."""
         if KIND == 0:
             return _whole(scaled, largest).to(tl.int32) & 255
         elif KIND == 1:
@@ -81,10 +80,10 @@ if triton is not None:
         second_at = first_at + half
         first = tl.load(values + first_at, mask=first_at < numel, other=0.0)
         second = tl.load(values + second_at, mask=second_at < numel, other=0.0)
-        # What is not finite gives NaN when it is multiplied by nothing.
+        # Only a non-finite number times zero is not zero.
         bad = tl.sum(((first * 0.0) != 0.0).to(tl.int32) + ((second * 0.0) != 0.0).to(tl.int32), axis=1) > 0
         reach = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
-        # To bf16 and back by hand: the upper half of the float, rounded to the nearest even one.
+        # Round to bf16 and back by hand: the upper half of the float, ties to even.
         exact = (reach * share).to(tl.int32, bitcast=True)
         upper = (exact + 0x7FFF + ((exact >> 16) & 1)) >> 16
         upper = tl.where((reach < 1e-30) | bad, 0, upper)
@@ -106,9 +105,9 @@ if triton is not None:
     def _largest_kernel(values, places_out, KEPT: tl.constexpr, CHUNK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         place = tl.arange(0, CHUNK)
-        # Without their sign, floats have the order of their bits.
+        # Non-negative floats sort like their bits.
         size = tl.load(values + row * CHUNK + place).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        # The smallest size that is kept, bit by bit: the largest number that at least KEPT of them reach.
+        # Find the threshold bit by bit: the largest value that at least KEPT elements reach.
         least = tl.zeros([1], dtype=tl.int32)
         for bit in tl.static_range(31):
             more = least + (1 << (30 - bit))
@@ -125,7 +124,7 @@ _trusted: dict[tuple[str, torch.device], bool] = {}
 
 
 def trusted(name: str, device: torch.device, kernel: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a kernel can be made for that device and gives the bytes that it should; found out once for each codec."""
+    """Whether the kernel compiles for this device and produces the right bytes. Tested once per codec and device."""
     if triton is None:
         return False
     key = name, device
@@ -133,19 +132,19 @@ def trusted(name: str, device: torch.device, kernel: Callable[[Tensor], Tensor],
         try:
             sample = trial(device)
             _trusted[key] = torch.equal(kernel(sample), plain(sample))
-            why = "" if _trusted[key] else "what it made encodes otherwise"
-        except Exception as error:  # no compiler, a device that is too old, a Triton that knows other words
+            why = "its output differs"
+        except Exception as error:  # no compiler, a device that is too old, an incompatible Triton version
             _trusted[key], why = False, str(error)
-        if why:
-            log.warning("contributions in %s are encoded in several passes: Triton made no kernel (%s)", name, why)
+        if not _trusted[key]:
+            log.warning("no fused GPU kernel for codec %s, encoding will be slower: %s", name, why)
     return _trusted[key]
 
 
 def trial(device: torch.device) -> Tensor:
-    """Of all magnitudes; with equal ones, zeros, ones that count as zeros, ones in the middle between two levels, and ones so
-    near to it that rounding a product and a sum as one would show. The last block is not full."""
+    """A test vector for the kernels: all magnitudes, equal elements, zeros, elements that count as zeros, midpoints between
+    levels, and elements so close to them that a fused multiply-add would show. The last block is partial."""
     generator = torch.Generator().manual_seed(0)
-    fp32: Any = {"dtype": torch.float32}  # whatever a loop has made the default
+    fp32: Any = {"dtype": torch.float32}  # the training loop may have changed the default type
     anything = torch.randn(96, 128, generator=generator, **fp32) * 10.0 ** (torch.arange(96, **fp32) % 75 - 37)[:, None]
     equal = torch.randint(-3, 4, (32, 128), generator=generator).float()
     sparse = torch.randn(32, 128, generator=generator, **fp32) * torch.arange(128).remainder(50).eq(0)
@@ -166,11 +165,12 @@ def trial(device: torch.device) -> Tensor:
 
 
 def encode_blocks(vector: Tensor, name: str, block: int, bits: int, largest: float) -> Tensor:
+    """Encode like the block codec of this name."""
     vector = vector.float().contiguous()
     count = -(-vector.numel() // block)
     data = torch.empty(count * (2 + block * bits // 8), dtype=torch.uint8, device=vector.device)
     scales, elements = data[: 2 * count].view(torch.int16), data[2 * count :]
-    # As fp32, which is what the other path multiplies by.
+    # Rounded to fp32, as in the portable code.
     share = float(torch.tensor(1.0 / largest, dtype=torch.float32))
     grid: Any = (-(-count // ROWS),)
     _encode_kernel[grid](
@@ -181,7 +181,7 @@ def encode_blocks(vector: Tensor, name: str, block: int, bits: int, largest: flo
 
 
 def largest_places(chunks: Tensor, kept: int) -> Tensor:
-    """Of each row, the places of so many of the largest elements, in order; of equal ones the first."""
+    """Per row: the sorted indices of the `kept` largest magnitudes. Among equal ones the first win."""
     rows, width = chunks.shape
     places = torch.empty(rows, kept, dtype=torch.int32, device=chunks.device)
     grid: Any = (rows,)

@@ -1,7 +1,7 @@
-"""The codec of one fragment: what a codec for vectors needs to know of the tensors in it.
+"""The codec of a fragment, which applies a vector codec to each of its tensors.
 
-Running statistics always travel exactly: a variance that is a little wrong may be negative. And a tensor begins a block of its
-own: elements that are small beside those of a neighbouring tensor would round to nothing, again and again.
+Running statistics are always sent exactly, because a variance with a small error may be negative. Every other tensor starts its
+own block, because elements much smaller than those of a neighbouring tensor would be rounded to zero every time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skerry.tensors.fragments import Fragment, Layout
 
 
 class ByTensor:
-    """Some tensors as they are, first; then the others, each filled up with zeros to whole units of the codec."""
+    """Sends the exact tensors first, in fp32, then the others, each padded with zeros to whole units of the codec."""
 
     exact = False
 
@@ -46,7 +46,7 @@ class ByTensor:
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         border = FP32.size_bytes(self._exact)
-        # A copy, because what comes behind other things may not begin where an fp32 can.
+        # A copy, because the data may not be aligned for fp32.
         exact = FP32.decode(data[:border].clone(), self._exact)
         others = self._rest.decode(data[border:], self._others)
         parts, taken_exact, taken = [], 0, 0
@@ -61,6 +61,7 @@ class ByTensor:
 
 
 def fragment_codec(name: str, layout: Layout, fragment: Fragment) -> Codec:
+    """The codec of this name for a fragment. Plain if all of its tensors are whole units and none is a running statistic."""
     chosen = codec(name)
     is_statistic = [layout.tensors[piece.tensor].rule == "average" for piece in fragment.pieces]
     fits = all(piece.numel % chosen.unit == 0 for piece in fragment.pieces[:-1])

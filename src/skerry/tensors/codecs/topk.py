@@ -1,7 +1,8 @@
-"""The largest few of every 4,096 elements, with two bits each: a sign, and which of two sizes. The rest must be sent later.
+"""Top-k codecs: the largest few of every 4,096 elements, with two bits each (a sign and one of two sizes). Error feedback sends
+the rest later.
 
-Bytes: for each chunk two sizes as bf16; for each chunk the places, twelve bits each, two in three bytes; for each chunk the
-two-bit values, four in a byte, smallest place first and in the lowest bits.
+Bytes: the two sizes of every chunk as bf16; then the indices of every chunk, twelve bits each, two in three bytes; then the
+two-bit values of every chunk, four per byte, smallest index first and in the lowest bits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from skerry.tensors.codecs.block import SLICE, TwoWays, in_rows
 
 CHUNK = 4096
 FINE = 1 << 20
-"""Magnitudes are counted in this many parts of the chunk's largest, so that sums are exact, in whichever order."""
+"""Magnitudes are quantized to this fraction of the chunk's largest, so that their integer sums are exact in any order."""
 
 
 class TopK(TwoWays):
@@ -33,7 +34,7 @@ class TopK(TwoWays):
         return _chunks(numel) * sum(self._chunk_bytes)
 
     def encode_in_one_pass(self, vector: Tensor) -> Tensor:
-        """All large elements are found in one pass, and what is left of them is little."""
+        """Find the largest elements with the fused kernel; torch encodes the few that are left."""
         from skerry.tensors.codecs import fused
 
         return torch.cat(self._encode(vector, lambda chunks: fused.largest_places(chunks, self._kept)))
@@ -53,7 +54,7 @@ class TopK(TwoWays):
         return sizes.reshape(-1), _pack_places(places.int()).reshape(-1), _pack_codes(codes).reshape(-1)
 
     def _largest(self, chunks: Tensor) -> Tensor:
-        """Places of the largest elements, in order. Of equal ones the first: no two keys are the same."""
+        """The sorted indices of the largest elements. The index is part of the key, so among equal ones the first win."""
         place = torch.arange(CHUNK, device=chunks.device)
         keys = (chunks.abs().view(torch.int32).long() << 12) | (CHUNK - 1 - place)
         return keys.topk(self._kept, dim=1, sorted=False).indices.sort(dim=1).values
@@ -76,9 +77,10 @@ def _chunks(numel: int) -> int:
 
 
 def _two_sizes(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row: the mean of those up to the mean and the mean of those above, as bf16 bytes; and which are above.
+    """Per row: the mean of the magnitudes up to the overall mean and the mean of those above, as bf16 bytes; and which are
+    above.
 
-    Where there are zeros among them, zero is the one size and the mean of the others the other.
+    If a row contains zeros, the sizes are zero and the mean of the other elements.
     """
     largest = magnitudes.amax(dim=1, keepdim=True).double()
     unit = torch.where(largest > 0, FINE / largest, torch.zeros_like(largest))
