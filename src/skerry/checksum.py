@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import xxhash
 
 _32_BITS = 0xFFFFFFFF
+READ_BYTES = 1 << 20
 
 
 def checksum(data: memoryview | bytes | bytearray, before: int = 0) -> int:
@@ -20,3 +22,9 @@ def checksum_in_parts(parts: Iterable[bytes]) -> int:
     for part in parts:
         found.update(part)
     return found.intdigest() & _32_BITS
+
+
+def file_checksum(path: Path) -> int:
+    """The same of a file's content, a part at a time. Raises OSError."""
+    with path.open("rb") as file:
+        return checksum_in_parts(iter(lambda: file.read(READ_BYTES), b""))

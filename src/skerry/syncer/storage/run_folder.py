@@ -5,7 +5,7 @@ fixed.safetensors        tensors nobody trains
 fragments/FFFF-VVVVVVVV.safetensors   values and outer momentum of one version of one fragment
 tape.sqlite              which versions count, the order of all decisions, where the run stands
 standing.json            where the run stood a few seconds ago, for the day the tape is lost
-aside/NNNN/              what an opening found left over or damaged; nothing reads it
+aside/NNNN-WHY/          what an opening found left over or damaged; read only when something else is lost
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def snapshot_folders(folder: Path) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Whether a run was ever made here, even if run.json is gone. A creation that was cut short left only version 0."""
-    if any((folder / name).exists() for name in ("run.json", "standing.json", "good", "snapshots")):
+    if any((folder / name).exists() for name in ("run.json", "standing.json", "good", "snapshots", "aside")):
         return True
     numbers = [numbers_of(path.name) for path in (folder / "fragments").glob("*")]
     return any(found[1] > 0 for found in numbers if found is not None) or bool(_copies_of_identity(folder))
