@@ -396,13 +396,18 @@ def test_a_disk_that_fills_up_while_repairing_loses_nothing_and_the_next_opening
 # ---------------------------------------------------------------- a tape that is not this run's newest
 
 
-def test_the_tape_of_another_run_is_not_believed(folder: Path, tmp_path: Path) -> None:
-    other = skerry.create(tmp_path / "other", with_fixed_tensors(), SYNC)
+@pytest.fixture(scope="module")
+def foreign(made: dict[str, Path]) -> bytes:
+    """The tape of another run, longer than ours."""
+    other = skerry.create(made["closed"].parent / "other", with_fixed_tensors(), SYNC)
     store = RunStore(other)
     for version in range(1, NEWEST + 3):
         merge_all(store, version)
     store.close()
-    foreign = (other / "tape.sqlite").read_bytes()
+    return (other / "tape.sqlite").read_bytes()
+
+
+def test_the_tape_of_another_run_is_not_believed(folder: Path, foreign: bytes) -> None:
     (folder / "tape.sqlite").write_bytes(foreign)
     values, found, said = states_of(folder)
     assert values == NEWEST_OF_ALL and found == [VERSION_STRIDE] * 3
@@ -411,6 +416,21 @@ def test_the_tape_of_another_run_is_not_believed(folder: Path, tmp_path: Path) -
     assert max(entry["version"] for entry in tape(folder, "merged")) == CUT, "no row of the other run"
     assert [path.read_bytes() for path in folder.glob("aside/*/tape.sqlite")] == [foreign]
     assert states_of(folder)[2] == []
+
+
+def test_the_tape_of_another_run_does_not_make_a_folder_without_run_file_that_run(folder: Path, foreign: bytes) -> None:
+    run_file = (folder / "run.json").read_bytes()
+    (folder / "run.json").unlink()
+    (folder / "tape.sqlite").write_bytes(foreign)
+    assert find_identity(folder)[2] == "snapshot 000001"
+    assert values_of(folder) == NEWEST_OF_ALL and (folder / "run.json").read_bytes() == run_file
+    (folder / "run.json").unlink()
+    (folder / "tape.sqlite").write_bytes(foreign)
+    shutil.rmtree(folder / "snapshots")
+    before = written_over(folder)
+    with pytest.raises(StoreError, match=r"there is no run\.json"):
+        RunStore(folder)
+    assert written_over(folder) == before
 
 
 @pytest.mark.parametrize("spares", ["both", "lock", "standing.json", "neither"])
@@ -468,6 +488,13 @@ def test_a_number_is_never_used_again_although_only_a_file_elsewhere_knows_of_it
     known.write_bytes(b"damaged")
     flip(file_of(folder, 1))
     assert states_of(folder)[1] == [NEWEST, 2 * VERSION_STRIDE, NEWEST]
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"5", b"null", b'{"checksum": 1, "text": 5}', b"\xff", b"\0" * 50])
+def test_a_spare_that_is_something_else_says_nothing(folder: Path, text: bytes) -> None:
+    for name in ("standing.json", "lock"):
+        (folder / name).write_bytes(text)
+    assert states_of(folder) == (NEWEST_OF_ALL, [NEWEST] * 3, [])
 
 
 # ---------------------------------------------------------------- fallbacks and what is tidied away

@@ -30,7 +30,7 @@ from skerry.core.schema import TapeRecord
 from skerry.core.standing import Standing
 from skerry.errors import StoreError
 from skerry.syncer.storage.database import ask, entries_of, meta, newest_row, standing_data
-from skerry.syncer.storage.version_file import newest_proven, numbers_of, read_version
+from skerry.syncer.storage.version_file import label_of, newest_proven, numbers_of, read_version
 from skerry.tensors.fragments import Fragment, Layout, TensorSpec, split
 from skerry.tensors.merge import FragmentState
 
@@ -96,8 +96,17 @@ def find_identity(folder: Path) -> tuple[RunIdentity, str, str]:
         damage = f"{path} cannot be read: {error}"
     for text, source in _copies_of_identity(folder):
         with contextlib.suppress(DamagedIdentity, StoreError):
-            return _parse_identity(text, folder), text, source
+            identity = _parse_identity(text, folder)
+            if _may_belong_to(folder, identity):
+                return identity, text, source
     raise StoreError(damage)
+
+
+def _may_belong_to(folder: Path, identity: RunIdentity) -> bool:
+    """A tape that was put here by mistake must not make this folder another run."""
+    labels = [label_of(path) for path in (folder / "fragments").glob("*.safetensors")]
+    known = {found[0].run_id for found in labels if found is not None}
+    return not known or identity.run_id in known
 
 
 def _copies_of_identity(folder: Path) -> list[tuple[str, str]]:

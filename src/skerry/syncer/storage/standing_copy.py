@@ -39,7 +39,7 @@ def read_standing_copy(folder: Path, run_id: str, generation: str | None = None)
         if data["run_id"] != run_id or generation not in (None, data["generation"]):
             return None
         return StandingCopy(int(data["entries"]), Standing.from_json(data["standing"]), str(data["generation"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
