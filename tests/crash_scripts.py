@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import sys
 import threading
 import traceback
@@ -21,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faulty_disk import CUTS, DIED, FaultyDisk, Folder, from_json, to_json
+from faulty_disk import CUTS, DIED, Cut, FaultyDisk, Folder, from_json, to_json
 from islands import small_model
 
 import skerry
+from skerry.checksum import file_checksum
 from skerry.config import SyncConfig
 from skerry.core import records
 from skerry.core.messages import Merge
@@ -33,8 +35,8 @@ from skerry.core.standing import Standing
 from skerry.errors import StoreError
 from skerry.syncer.process import run_syncer
 from skerry.syncer.storage.database import TapeEntry
-from skerry.syncer.storage.recovery import KEPT_VERSIONS
 from skerry.syncer.storage.run_folder import read_identity, read_model
+from skerry.syncer.storage.sources import KEPT_VERSIONS
 from skerry.syncer.storage.store import RunStore
 from skerry.tensors.merge import FragmentState
 
@@ -214,9 +216,9 @@ class Stage:
             self.failures.append(f"{what}: {type(error).__name__}: {error}")
         self.witness.path.write_text(said)
 
-    def cut(self, what: str, check: Callable[[Path], None], state: Folder, seed: int) -> None:
+    def cut(self, what: str, check: Callable[[Path], None], state: Folder, seed: int, ways: tuple[Cut, ...] = CUTS) -> None:
         """What a power cut can leave, in several ways."""
-        for how in CUTS:
+        for how in ways:
             shutil.rmtree(self.place / "cut", ignore_errors=True)
             state.write_out(self.place / "cut", how, random.Random(seed))
             self.check(f"{what}, power cut: {how}", check, self.place / "cut")
@@ -341,7 +343,65 @@ def fail_everywhere(stage: Stage, seed: int) -> None:
         stage.check(what, lambda folder: goes_on(folder / "run", stage.witness), stage.place / "disk")
 
 
-SCRIPTS = {script.__name__: script for script in (die_everywhere, die_everywhere_then_cut, die_creating, fail_everywhere)}
+def die_repairing(stage: Stage, seed: int) -> None:
+    """Kill at every call while an opening replaces a damaged tape and a damaged version, once or twice in a row."""
+    template = stage.template / "run"
+    store = RunStore(template)
+    for number in range(1, 4):
+        for fragment, spec in enumerate(store.identity.layout.fragments):
+            state = content(fragment, number, spec.numel)
+            store.commit([store.write(Merge(fragment, number, number, (), 0.5, 0.5, 1.0), state)], Standing(number, number), [])
+    numels = [spec.numel for spec in store.identity.layout.fragments]
+    store.close()
+    with contextlib.closing(sqlite3.connect(template / "tape.sqlite")) as database, database:
+        database.execute("UPDATE tape SET seal = 0")
+    damaged = template / "fragments" / "0001-00000003.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    before = _checksums(template)
+
+    def open_and_close(_: FaultyDisk) -> None:
+        store = RunStore(stage.place / "disk" / "run")
+        store.load()
+        store.close()
+
+    def check(folder: Path, killed_only: bool) -> None:
+        for opening in range(2):
+            store = RunStore(folder / "run")
+            states, _, standing = store.load()
+            store.close()
+            for fragment, state in enumerate(states):
+                expected = content(fragment, 2 if fragment == 1 else 3, numels[fragment])
+                assert torch.equal(state.values, expected.values), f"fragment {fragment}, opening {opening}"
+                assert torch.equal(state.momentum, expected.momentum), f"fragment {fragment}, opening {opening}"
+            assert standing.step == 3 and (not opening or not store.said), f"{standing}, {store.said}"
+        assert not killed_only or before <= _checksums(folder / "run"), "a file is gone"
+
+    call, died = 0, True
+    while died:
+        call += 1
+        stage.set_up()
+        died, left = stage.fork(open_and_close, call)
+        what = f"died repairing, at call {call}"
+        if died and call % 5 == 0:
+            again, _ = stage.fork(open_and_close, call // 2)
+            what += f", and again at call {call // 2}" if again else ""
+        stage.points += died
+        if left is not None:
+            how = (CUTS[call % len(CUTS)],)
+            stage.cut(what, lambda folder: check(folder, False), left, 1000 * seed + call, how)
+        stage.check(what, lambda folder: check(folder, True), stage.place / "disk")
+
+
+def _checksums(folder: Path) -> set[int]:
+    """Of all files but those that every process writes."""
+    names = ("tape.sqlite", "tape.sqlite-wal", "tape.sqlite-shm", "standing.json", "lock")
+    return {file_checksum(path) for path in folder.rglob("*") if path.is_file() and path.name not in names}
+
+
+SCRIPTS = {
+    script.__name__: script
+    for script in (die_everywhere, die_everywhere_then_cut, die_creating, fail_everywhere, die_repairing)
+}
 
 
 def play(script: str, seed: int, place: Path) -> None:

@@ -70,6 +70,10 @@ def test_a_run_is_created_whole_or_not_at_all_wherever_the_process_or_the_power_
     run_script(memory_disk, "die_creating", 4, 60)
 
 
+def test_a_repair_is_finished_by_the_next_opening_wherever_the_process_or_the_power_is_cut(memory_disk: Path) -> None:
+    run_script(memory_disk, "die_repairing", 7, 30)
+
+
 @pytest.mark.parametrize("seed", [5, 6])
 def test_any_call_may_fail_for_a_while_and_the_process_be_killed_then(memory_disk: Path, seed: int) -> None:
     run_script(memory_disk, "fail_everywhere", seed, 50)

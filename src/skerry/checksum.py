@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import xxhash
 
+READ_BYTES = 1 << 20
 _32_BITS = 0xFFFFFFFF
 
 
@@ -21,3 +23,9 @@ def checksum_in_parts(parts: Iterable[bytes]) -> int:
     for part in parts:
         digest.update(part)
     return digest.intdigest() & _32_BITS
+
+
+def file_checksum(path: Path) -> int:
+    """The `checksum` of a file's content, read in pieces. Raises OSError."""
+    with path.open("rb") as file:
+        return checksum_in_parts(iter(lambda: file.read(READ_BYTES), b""))

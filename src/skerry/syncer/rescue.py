@@ -34,6 +34,7 @@ class Rescue:
         self._asked: set[tuple[str, int]] = set()
         self._news = asyncio.Event()
         self._closing = False
+        self._deadline = 0.0
         self.over = asyncio.Event()
         """Every fragment has a whole file, or the syncer stops."""
         if not store.fallbacks:
@@ -53,11 +54,11 @@ class Rescue:
 
     async def run(self) -> None:
         """Until every fragment is served again."""
-        deadline = self._decisions.clock.now() + RETURN_S
+        self._deadline = self._decisions.clock.now() + RETURN_S
         while self._store.fallbacks and not self._closing:
             self._news.clear()
             await asyncio.gather(*(self._ask_islands(fragment) for fragment in list(self._store.fallbacks)))
-            left = deadline - self._decisions.clock.now()
+            left = self._deadline - self._decisions.clock.now()
             if self._store.fallbacks and not self._news.is_set() and left <= 0:
                 await self._fall_back()
             elif self._store.fallbacks:
@@ -77,8 +78,8 @@ class Rescue:
     async def _ask(self, learner: str, fragment: int, version: int, expected: int) -> None:
         while fragment in self._store.fallbacks and not self._closing:
             header, data = await self._relay.ask_held(learner, fragment, version, ANSWER_S)
-            if header.reason and not header.again:
-                return
+            if header.reason and (not header.again or self._decisions.clock.now() >= self._deadline):
+                return  # an island that puts it off for ever must not keep the fragment from going on
             if not header.reason and fragment in self._store.fallbacks:
                 if checksum(data) != expected:
                     return

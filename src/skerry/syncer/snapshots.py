@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from skerry.checksum import file_checksum
 from skerry.core.syncer import SyncerCore
 from skerry.durable import Disk
 from skerry.errors import StoreError
 from skerry.syncer.rpc.state_relay import StateRelay
-from skerry.syncer.storage.restore import SNAPSHOT_FORMAT, file_checksum, make_empty, manifest_text, read_manifest
+from skerry.syncer.storage.restore import SNAPSHOT_FORMAT, make_empty, manifest_text, read_manifest
 from skerry.syncer.storage.run_folder import snapshot_folders
 from skerry.syncer.storage.store import RunStore
 from skerry.syncer.storage.tape import Tape

@@ -4,7 +4,7 @@
     versions    the versions that count, by fragment
     counted     each learner's last progress that is part of a fragment
     standing    where the run stands
-    meta        a copy of run.json, the tape's generation, and how many rows the first two tables must have
+    meta        a copy of run.json, the tape's generation, those it replaces, and how many rows the first two tables must have
 
 SQLite notices damage to its own structure, but not to the content of a row. A log (`-wal`) that is missing, or belongs to
 another copy of the file, can make it return rows of different ages without an error. Seals and row counts notice both.
@@ -28,7 +28,7 @@ from skerry.checksum import checksum
 from skerry.core.schema import MalformedRecord, TapeRecord, read_record
 from skerry.errors import StoreError
 
-TAPE_FILES = ("tape.sqlite", "tape.sqlite-wal", "tape.sqlite-shm")
+TAPE_FILES = ("tape.sqlite", "tape.sqlite-wal", "tape.sqlite-shm", "tape.sqlite-journal")
 BUSY_S = 30.0
 
 _SCHEMA = """
@@ -80,6 +80,14 @@ def connect(folder: Path, mode: str = "rw") -> sqlite3.Connection:
     return database
 
 
+def finish_journal(folder: Path) -> None:
+    """Let SQLite undo a change that was cut short. It does so when it opens the file with the right to write, and without that
+    it refuses to read. Only the change of a new tape to its log has such a journal."""
+    if (folder / TAPE_FILES[3]).exists():
+        with contextlib.closing(open_database(f"{(folder / 'tape.sqlite').resolve().as_uri()}?mode=rw")) as database:
+            database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+
+
 def connect_without_log(folder: Path) -> sqlite3.Connection:
     """As of the last checkpoint. Needs no right to write, and nobody may be writing."""
     return open_database(f"{(folder / 'tape.sqlite').resolve().as_uri()}?mode=ro&immutable=1")
@@ -100,6 +108,11 @@ def _as_text(data: bytes) -> str:
 
 def make_tables(database: sqlite3.Connection) -> None:
     database.executescript(_SCHEMA)
+
+
+def forget_all(database: sqlite3.Connection) -> None:
+    for table in _COLUMNS:
+        database.execute(f"DELETE FROM {table}")
 
 
 def is_served(folder: Path) -> bool:
@@ -368,21 +381,25 @@ def _survey(database: sqlite3.Connection) -> Saved:
 
 
 def _readable_rows(database: sqlite3.Connection, table: str) -> Iterator[sqlite3.Row]:
-    """From the front as far as it can be read, then from the back: what is torn is somewhere in between."""
+    """From the front as far as it can be read, then from the back: what is torn is somewhere in between. Each row once: a
+    damaged page may lead to others twice."""
     names = _ORDER[table].split(", ")
-    last: tuple[object, ...] | None = None
+    seen: set[tuple[object, ...]] = set()
+
+    def unseen(order: str) -> Iterator[sqlite3.Row]:
+        for row in database.execute(f"SELECT * FROM {table} ORDER BY {order}"):
+            key = tuple(row[name] for name in names)
+            if key not in seen:
+                seen.add(key)
+                yield row
+
     try:
-        for row in database.execute(f"SELECT * FROM {table} ORDER BY {_ORDER[table]}"):
-            last = tuple(row[name] for name in names)
-            yield row
+        yield from unseen(", ".join(names))
         return
     except (sqlite3.DatabaseError, IndexError):
         pass
     rest: list[sqlite3.Row] = []
     with contextlib.suppress(sqlite3.DatabaseError, IndexError):
-        backwards = ", ".join(f"{name} DESC" for name in names)
-        for row in database.execute(f"SELECT * FROM {table} ORDER BY {backwards}"):
-            if last is not None and tuple(row[name] for name in names) == last:
-                break
+        for row in unseen(", ".join(f"{name} DESC" for name in names)):
             rest.append(row)
     yield from reversed(rest)

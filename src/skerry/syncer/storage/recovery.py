@@ -4,10 +4,11 @@ Rules:
  1. What is found is looked at as a whole before anything is changed. If there is no whole state to go on from, nothing is.
  2. run.json is written again from the tape's copy, or from a snapshot's.
  3. Of a tape that is not whole, every row that is goes into a new one. A tape that is shorter than the lock file or
-    standing.json say has lost its end.
- 4. A fragment goes on from its newest version. If that is damaged, from the newest state that can be proven: the version
-    before, one in a snapshot or in `aside/`, and last a good copy. Live islands are asked first for the version that was lost
-    (syncer/rescue.py).
+    standing.json say has lost its end. One of a generation that was replaced is an old copy. The tape of another run has no row
+    of this one.
+ 4. A fragment goes on from its newest version, or from another file with the same bytes. If there is none, from the newest
+    state that can be proven: the version before, one in a snapshot or in `aside/`, and last a good copy (sources.py). Live
+    islands are asked first for the version that was lost (syncer/rescue.py).
  5. Without a whole tape nobody knows which files counted, so each fragment goes on from its newest whole file.
  6. A state that is not the newest version gets a number that no version had, so nothing that islands still hold or send can be
     mistaken for progress since then.
@@ -16,11 +17,11 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,42 +32,34 @@ from skerry.durable import DISK
 from skerry.errors import StoreError
 from skerry.syncer.storage import database as db
 from skerry.syncer.storage.aside import Aside
-from skerry.syncer.storage.good_copies import GoodCopies
 from skerry.syncer.storage.run_folder import RunIdentity, find_identity, read_identity, snapshot_folders
-from skerry.syncer.storage.standing_copy import read_count, read_standing_copy
+from skerry.syncer.storage.sources import (
+    KEPT_VERSIONS,
+    Source,
+    highest_number,
+    highest_seen,
+    newest_source,
+    same_bytes,
+    version_paths,
+    versions_in,
+)
+from skerry.syncer.storage.standing_copy import noted_generations, read_count, read_standing_copy
 from skerry.syncer.storage.version_file import (
     Label,
+    Proven,
     checksums_of,
     file_name,
     newest_proven,
-    numbers_of,
-    prove,
     read_version,
+    state_checksum,
     write_version,
 )
 from skerry.tensors.fragments import Fragment
-from skerry.tensors.merge import FragmentState
 
-KEPT_VERSIONS = 2
-"""Files of each fragment that stay: the newest, and the one before for readers that are in the middle of it."""
 VERSION_STRIDE = 1_000_000
 """After a recovery versions go on at the next multiple of this: a number that nobody has seen."""
 NEW_TAPE = "tape.new.sqlite"
 """A tape that is whole and has not taken the place of the damaged one yet."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A state of a fragment that was found whole."""
-
-    read: Callable[[], FragmentState]
-    version: int
-    """-1 for a good copy, which is of no version."""
-    round: int
-    tokens: int
-    words: str
-    file: str = ""
-    """Its name, if it lies among the fragments and can go on being used there."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +133,7 @@ def _problem_of_tape(folder: Path, identity: RunIdentity) -> str:
     if not (folder / "tape.sqlite").exists():
         return "tape.sqlite is missing"
     try:
+        db.finish_journal(folder)
         with contextlib.closing(db.connect(folder, mode="ro")) as database:
             if problem := db.problem_of(database):
                 return f"tape.sqlite is damaged: {problem}"
@@ -147,15 +141,20 @@ def _problem_of_tape(folder: Path, identity: RunIdentity) -> str:
                 return "tape.sqlite does not know every fragment"
             data = db.standing_data(database)
             Standing.from_json(data) if data is not None else Standing()
+            if _is_of_another_run(database, identity):
+                return "tape.sqlite belongs to another run"
             entries, generation = db.last_entry(database), db.meta(database, "generation") or ""
-            ahead = max(_files_ahead(folder, identity, fragment, database) for fragment in identity.layout.fragments)
+            if noted_generations(folder, identity.run_id) - _generations(database):
+                return "tape.sqlite is a copy from before it was repaired"
+            noted = read_count(folder, generation)
+            ahead = max(_files_ahead(folder, identity, fragment, database, noted) for fragment in identity.layout.fragments)
     except (sqlite3.Error, db.Torn) as error:
         if not db.is_damage(error):
             raise
         return f"tape.sqlite is damaged: {db.one_line(error)}"
     except (ValueError, KeyError, TypeError) as error:
         return f"tape.sqlite is damaged: {db.one_line(error)}"
-    copy, noted = read_standing_copy(folder, identity.run_id, generation), read_count(folder, generation)
+    copy = read_standing_copy(folder, identity.run_id, generation)
     known = max(noted, copy.entries if copy is not None else 0)
     if known > entries:
         return f"tape.sqlite has lost its last {known - entries} entries or more (is tape.sqlite-wal missing?)"
@@ -164,18 +163,32 @@ def _problem_of_tape(folder: Path, identity: RunIdentity) -> str:
     return ""
 
 
-def _files_ahead(folder: Path, identity: RunIdentity, fragment: Fragment, database: sqlite3.Connection) -> int:
+def _is_of_another_run(database: sqlite3.Connection, identity: RunIdentity) -> bool:
+    text = db.meta(database, "identity")  # None if creation was cut short
+    return text is not None and json.loads(text)["run_id"] != identity.run_id
+
+
+def _generations(database: sqlite3.Connection) -> set[str]:
+    """This tape's, and those of the tapes it took the place of."""
+    return {db.meta(database, "generation") or "", *(db.meta(database, "replaces") or "").split()} - {""}
+
+
+def _files_ahead(folder: Path, identity: RunIdentity, fragment: Fragment, database: sqlite3.Connection, noted: int) -> int:
     """How many versions whole files are ahead of the tape. One version ahead may never have counted, so that is 0 as long as
-    the newest version that counts has its file."""
+    the newest version that counts has its file. The first version of a stride is left by a recovery that was interrupted, if
+    the tape is known to be as long as it was."""
     head = db.newest_row(database, fragment.index)
-    newer = _highest_number(_paths(folder), fragment.index)
+    newer = highest_number(version_paths(folder), fragment.index)
     if newer <= head["version"] or (newer == head["version"] + 1 and (folder / "fragments" / head["file"]).exists()):
         return 0
-    proven = newest_proven((folder / "fragments").glob("*"), identity.run_id, fragment)
+    proven = newest_proven(versions_in(folder / "fragments"), identity.run_id, fragment)
+    if proven is not None and noted and proven.label.version % VERSION_STRIDE == 0:
+        proven = newest_proven(versions_in(folder / "fragments"), identity.run_id, fragment, below=proven.label.version)
     return max(0, proven.label.version - head["version"]) if proven is not None else 0
 
 
 def _find_fallbacks(folder: Path, identity: RunIdentity, findings: Findings) -> None:
+    copies: list[tuple[str, Proven]] = []
     for fragment in identity.layout.fragments:
         head, *before = db.version_rows(findings.database, fragment.index, KEPT_VERSIONS)
         for row in before:
@@ -189,97 +202,22 @@ def _find_fallbacks(folder: Path, identity: RunIdentity, findings: Findings) -> 
             continue
         except StoreError as error:
             damage = error
-        source = _newest_source(folder, identity, fragment, findings.database, below=head["version"])
+        findings.healthy = False
+        if (copy := same_bytes(folder, identity, fragment, head)) is not None:
+            copies.append((head["file"], copy))
+            where = copy.path.parent.relative_to(folder).as_posix()
+            findings.said.append(f"{damage}; it is written again from {where}, nothing is lost")
+            continue
+        source = newest_source(folder, identity, fragment, findings.database, below=head["version"])
         if source is None:
             raise StoreError(f"{damage}, and no older state of fragment {fragment.index} is whole")
-        seen = _highest_seen(folder, fragment.index, findings.database)
+        seen = highest_seen(folder, fragment.index, findings.database)
         findings.fallbacks[fragment.index] = Fallback(fragment.index, head["version"], head["public"], source, seen)
         findings.said.append(str(damage))
-        findings.healthy = False
-
-
-# ---------------------------------------------------------------- what a fragment can go on from
-
-
-def _newest_source(
-    folder: Path, identity: RunIdentity, fragment: Fragment, database: sqlite3.Connection, below: int | None = None
-) -> Source | None:
-    """The newest state that can be proven, by the tape's rows, by the label in a file, or by a snapshot's own tape."""
-    found = [
-        *_by_rows(folder, fragment, db.version_rows(database, fragment.index, KEPT_VERSIONS), below),
-        *_by_label(folder, identity, fragment, below),
-        *_by_snapshots(folder, identity, fragment, below),
-    ]
-    return max(found, key=lambda source: source.version, default=None) or _good_copy(folder, fragment)
-
-
-def _by_rows(folder: Path, fragment: Fragment, rows: Sequence[sqlite3.Row], below: int | None, where: str = "") -> list[Source]:
-    for row in rows:
-        if below is None or row["version"] < below:
-            with contextlib.suppress(StoreError):
-                read_version(folder, fragment, row)
-                read, words = partial(read_version, folder, fragment, dict(row)), f"version {row['version']}{where}"
-                return [Source(read, row["version"], row["round"], 0, words, "" if where else row["file"])]
-    return []
-
-
-def _by_label(folder: Path, identity: RunIdentity, fragment: Fragment, below: int | None) -> list[Source]:
-    proven = newest_proven(_paths(folder), identity.run_id, fragment, below)
-    if proven is None:
-        return []
-    place = proven.path.relative_to(folder).parts
-    where = "" if place[0] == "fragments" else f" in {'/'.join(place[:2])}"
-    label, read = proven.label, partial(_read_again, proven.path, identity.run_id, fragment)
-    file = proven.path.name if place[0] == "fragments" else ""
-    return [Source(read, label.version, label.round, label.tokens, f"version {label.version}{where}", file)]
-
-
-def _by_snapshots(folder: Path, identity: RunIdentity, fragment: Fragment, below: int | None) -> list[Source]:
-    found: list[Source] = []
-    for snapshot in snapshot_folders(folder):
-        with contextlib.suppress(StoreError):
-            if read_identity(snapshot).run_id == identity.run_id:
-                rows = db.ask(snapshot, lambda database: db.version_rows(database, fragment.index, 1))
-                found += _by_rows(snapshot, fragment, rows, below, f" in snapshots/{snapshot.name}")
-    return found
-
-
-def _good_copy(folder: Path, fragment: Fragment) -> Source | None:
-    good = GoodCopies(folder)
-    for step in good.steps():
-        with contextlib.suppress(StoreError):
-            good.read(step, fragment.index)
-            return Source(partial(_read_good, good, step, fragment), -1, step, 0, f"the good copy of step {step}")
-    return None
-
-
-def _read_again(path: Path, run_id: str, fragment: Fragment) -> FragmentState:
-    proven = prove(path, run_id, fragment)
-    if proven is None:
-        raise StoreError(f"{path} has changed since it was looked at")
-    return proven.state
-
-
-def _read_good(good: GoodCopies, step: int, fragment: Fragment) -> FragmentState:
-    return FragmentState.fresh(good.read(step, fragment.index))
-
-
-def _paths(folder: Path) -> list[Path]:
-    """Every file that may be a version of this run's, wherever it lies."""
-    places = [folder / "fragments", *(snapshot / "fragments" for snapshot in snapshot_folders(folder))]
-    return [path for place in (*places, *(folder / "aside").glob("*")) for path in sorted(place.glob("*.safetensors"))]
-
-
-def _highest_number(paths: Sequence[Path], fragment: int) -> int:
-    numbers = [numbers_of(path.name) for path in paths]
-    return max((found[1] for found in numbers if found is not None and found[0] == fragment), default=0)
-
-
-def _highest_seen(folder: Path, fragment: int, database: sqlite3.Connection, standing: Standing | None = None) -> int:
-    rows = db.version_rows(database, fragment, 1)
-    floors = standing.floors if standing is not None else ()
-    floor = floors[fragment] if fragment < len(floors) else 0
-    return max(_highest_number(_paths(folder), fragment), rows[0]["version"] if rows else 0, floor)
+    for file, copy in copies:
+        if (folder / "fragments" / file).exists():
+            Aside(folder, "repair").move(folder / "fragments" / file)
+        write_version(folder, file, copy.state, copy.label, state_checksum(copy.state))
 
 
 def fall_back(folder: Path, identity: RunIdentity, database: sqlite3.Connection, fallback: Fallback) -> int:
@@ -311,6 +249,9 @@ def _rebuild(folder: Path, identity: RunIdentity, problem: str) -> Findings:
         with contextlib.closing(db.open_database(half.resolve().as_uri() + "?mode=rwc")) as target:
             db.make_tables(target)
             saved, origin = db.save_what_is_whole(folder, target), "what is whole of it"
+            if _is_of_another_run(target, identity):
+                db.forget_all(target)
+                saved = db.Saved()
             if not saved.readable and (snapshot := _newest_snapshot_tape(folder, identity)) is not None:
                 db.save_what_is_whole(snapshot, target)
                 origin = f"that of snapshot {snapshot.name}"
@@ -327,8 +268,12 @@ def _rebuild(folder: Path, identity: RunIdentity, problem: str) -> Findings:
             for fallback in fallbacks:
                 fall_back(folder, identity, target, fallback)
             db.put_meta(target, "identity", (folder / "run.json").read_text())
+            replaced = _generations(target) | noted_generations(folder, identity.run_id)
+            db.put_meta(target, "replaces", " ".join(sorted(replaced)))
             db.put_meta(target, "generation", uuid.uuid4().hex)
-            db.put_standing(target, replace(standing, restoring=(), recoveries=standing.recoveries + 1).to_json())
+            floors = tuple(fallback.next_version for fallback in fallbacks)
+            stands = replace(standing, restoring=(), recoveries=standing.recoveries + 1, floors=floors)
+            db.put_standing(target, stands.to_json())
             db.count_rows(target)
             target.commit()
         DISK.sync_path(half)
@@ -338,7 +283,10 @@ def _rebuild(folder: Path, identity: RunIdentity, problem: str) -> Findings:
         with contextlib.suppress(OSError):
             half.unlink(missing_ok=True)
         raise
-    _finish_swap(folder)
+    if not _finish_swap(folder):
+        raise StoreError(
+            f"{folder / NEW_TAPE} cannot be read back; it was moved to aside/, and the damaged tape is still there"
+        )
     return Findings(db.connect(folder), said=said, healthy=False)
 
 
@@ -358,16 +306,17 @@ def _newest_standing(folder: Path, identity: RunIdentity, target: sqlite3.Connec
             found.append(Standing.from_json(data))
     if (copy := read_standing_copy(folder, identity.run_id)) is not None:
         found.append(copy.standing)
-    return max(found, key=lambda standing: (standing.tokens, standing.step), default=Standing()), bool(found)
+    latest = max(found, key=lambda standing: (standing.recoveries, standing.tokens, standing.step), default=Standing())
+    return latest, bool(found)
 
 
 def _newest_of_files(
     folder: Path, identity: RunIdentity, fragment: Fragment, target: sqlite3.Connection, standing: Standing
 ) -> Fallback:
-    source = _newest_source(folder, identity, fragment, target)
+    source = newest_source(folder, identity, fragment, target)
     if source is None:
         raise StoreError(f"{folder} has no whole tape, and no whole file of fragment {fragment.index}")
-    seen = _highest_seen(folder, fragment.index, target, standing)
+    seen = highest_seen(folder, fragment.index, target, standing)
     return Fallback(fragment.index, seen, None, source, seen)
 
 
@@ -387,11 +336,12 @@ def _cost(saved: db.Saved) -> str:
     return ", ".join(parts)
 
 
-def _finish_swap(folder: Path) -> None:
-    """A new tape takes the place of the damaged one, which is moved aside. Done again if it was interrupted."""
+def _finish_swap(folder: Path) -> bool:
+    """A new tape takes the place of the damaged one, which is moved aside. Done again if it was interrupted. False if there is
+    no new tape, or it is not whole."""
     new = folder / NEW_TAPE
     if not new.exists():
-        return
+        return False
     aside = Aside(folder, "repair")
     try:
         with contextlib.closing(db.open_database(f"{new.resolve().as_uri()}?mode=ro&immutable=1")) as database:
@@ -400,9 +350,10 @@ def _finish_swap(folder: Path) -> None:
         whole = False
     if not whole:
         aside.move(new)
-        return
+        return False
     for name in reversed(db.TAPE_FILES):  # the file itself last: a log without its file is nothing
         if (folder / name).exists():
             aside.move(folder / name)
     os.replace(new, folder / "tape.sqlite")
     DISK.sync_path(folder)
+    return True

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skerry.checksum import checksum, checksum_in_parts
+from skerry.checksum import checksum, file_checksum
 from skerry.core import records
 from skerry.core.syncer import SyncerCore
 from skerry.durable import DISK
@@ -21,16 +21,10 @@ from skerry.syncer.storage import database as db
 from skerry.syncer.storage.database import TapeEntry
 from skerry.syncer.storage.run_folder import identity_text, read_identity, snapshot_folders
 from skerry.syncer.storage.store import RunStore
-from skerry.syncer.storage.version_file import Label, read_version, write_version
+from skerry.syncer.storage.version_file import Label, label_of, read_version, write_version
 
 SNAPSHOT_FORMAT = 3
-READ_BYTES = 1 << 20
 _FACTS = {"number": int, "step": int, "tokens": int, "islands": dict, "files": dict}
-
-
-def file_checksum(path: Path) -> int:
-    with path.open("rb") as file:
-        return checksum_in_parts(iter(lambda: file.read(READ_BYTES), b""))
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
@@ -148,7 +142,9 @@ def _relabel(folder: Path) -> None:
             db.put_meta(database, "generation", uuid.uuid4().hex)
             for fragment in identity.layout.fragments:
                 row = db.newest_row(database, fragment.index)
-                label = Label(identity.run_id, fragment.index, row["version"], row["round"])
+                known = label_of(folder / "fragments" / row["file"])
+                tokens = known[0].tokens if known is not None else 0
+                label = Label(identity.run_id, fragment.index, row["version"], row["round"], tokens)
                 write_version(folder, row["file"], read_version(folder, fragment, row), label, row["checksum"])
     finally:
         database.close()

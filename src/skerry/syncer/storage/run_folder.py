@@ -5,7 +5,7 @@ fixed.safetensors        tensors nobody trains
 fragments/FFFF-VVVVVVVV.safetensors   values and outer momentum of one version of one fragment
 tape.sqlite              which versions count, the order of all decisions, where the run stands
 standing.json            where the run stood a few seconds ago, for the day the tape is lost
-aside/NNNN/              what an opening found left over or damaged; nothing reads it
+aside/NNNN-WHY/          what an opening found left over or damaged; read only when something else is lost
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from skerry.core.schema import TapeRecord
 from skerry.core.standing import Standing
 from skerry.errors import StoreError
 from skerry.syncer.storage.database import ask, entries_of, meta, newest_row, standing_data
-from skerry.syncer.storage.version_file import newest_proven, numbers_of, read_version
+from skerry.syncer.storage.version_file import label_of, newest_proven, numbers_of, read_version
 from skerry.tensors.fragments import Fragment, Layout, TensorSpec, split
 from skerry.tensors.merge import FragmentState
 
@@ -96,8 +96,17 @@ def find_identity(folder: Path) -> tuple[RunIdentity, str, str]:
         damage = f"{path} cannot be read: {error}"
     for text, source in _copies_of_identity(folder):
         with contextlib.suppress(DamagedIdentity, StoreError):
-            return _parse_identity(text, folder), text, source
+            identity = _parse_identity(text, folder)
+            if _may_belong_to(folder, identity):
+                return identity, text, source
     raise StoreError(damage)
+
+
+def _may_belong_to(folder: Path, identity: RunIdentity) -> bool:
+    """A tape that was put here by mistake must not make this folder another run."""
+    labels = [label_of(path) for path in (folder / "fragments").glob("*.safetensors")]
+    known = {found[0].run_id for found in labels if found is not None}
+    return not known or identity.run_id in known
 
 
 def _copies_of_identity(folder: Path) -> list[tuple[str, str]]:
@@ -119,7 +128,7 @@ def snapshot_folders(folder: Path) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Whether a run was ever made here, even if run.json is gone. A creation that was cut short left only version 0."""
-    if any((folder / name).exists() for name in ("run.json", "standing.json", "good", "snapshots")):
+    if any((folder / name).exists() for name in ("run.json", "standing.json", "good", "snapshots", "aside")):
         return True
     numbers = [numbers_of(path.name) for path in (folder / "fragments").glob("*")]
     return any(found[1] > 0 for found in numbers if found is not None) or bool(_copies_of_identity(folder))

@@ -20,6 +20,7 @@ class StandingCopy:
 
     entries: int
     standing: Standing
+    generation: str = ""
 
 
 def write_standing_copy(folder: Path, run_id: str, generation: str, entries: int, standing: Standing) -> None:
@@ -37,8 +38,8 @@ def read_standing_copy(folder: Path, run_id: str, generation: str | None = None)
         data = json.loads(outside["text"])
         if data["run_id"] != run_id or generation not in (None, data["generation"]):
             return None
-        return StandingCopy(int(data["entries"]), Standing.from_json(data["standing"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        return StandingCopy(int(data["entries"]), Standing.from_json(data["standing"]), str(data["generation"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -51,9 +52,20 @@ def write_count(lock: int, generation: str, entries: int) -> None:
 
 def read_count(folder: Path, generation: str) -> int:
     """0 if nothing is known of this generation."""
+    found, entries = _read_lock(folder)
+    return entries if found == generation else 0
+
+
+def noted_generations(folder: Path, run_id: str) -> set[str]:
+    """Generations of the tape that the spares name."""
+    copy = read_standing_copy(folder, run_id)
+    return {_read_lock(folder)[0], copy.generation if copy is not None else ""} - {""}
+
+
+def _read_lock(folder: Path) -> tuple[str, int]:
     try:
         found, entries, seal = (folder / "lock").read_text().split()
         text = f"{found} {entries}"
-        return int(entries) if (found, f"{checksum(text.encode()):08x}") == (generation, seal) else 0
+        return (found, int(entries)) if f"{checksum(text.encode()):08x}" == seal else ("", 0)
     except (OSError, ValueError):
-        return 0
+        return "", 0

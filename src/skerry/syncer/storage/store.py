@@ -24,7 +24,7 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
-from skerry.checksum import checksum
+from skerry.checksum import checksum, file_checksum
 from skerry.core import records
 from skerry.core.messages import Merge
 from skerry.core.standing import Standing
@@ -35,8 +35,9 @@ from skerry.syncer.storage import database as db
 from skerry.syncer.storage import recovery
 from skerry.syncer.storage.aside import Aside, free_half_written, tidy
 from skerry.syncer.storage.database import TapeEntry
-from skerry.syncer.storage.recovery import KEPT_VERSIONS, VERSION_STRIDE, Fallback
+from skerry.syncer.storage.recovery import VERSION_STRIDE, Fallback
 from skerry.syncer.storage.run_folder import is_run, read_fixed, read_identity
+from skerry.syncer.storage.sources import KEPT_VERSIONS
 from skerry.syncer.storage.standing_copy import write_count, write_standing_copy
 from skerry.syncer.storage.version_file import Label, checksums_of, file_name, read_version, write_version
 from skerry.tensors.merge import FragmentState
@@ -79,6 +80,7 @@ class RunStore:
         try:
             self.identity, repaired = recovery.recover_identity(folder)
             self._repair_fixed()
+            (folder / "fragments").mkdir(exist_ok=True)
             _sync_tape(folder)
             findings = self._open_run()
             self._database = findings.database
@@ -86,6 +88,7 @@ class RunStore:
             self.fallbacks: dict[int, Fallback] = findings.fallbacks
             """Fragments whose newest version is damaged, and what each can go on from. See `fall_back` and `take_bytes`."""
             self._say(*repaired, *findings.said)
+            self._note_count()
             self._tidy(findings.healthy and not self.said)
         except BaseException as error:
             if hasattr(self, "_database"):
@@ -110,14 +113,17 @@ class RunStore:
         with contextlib.suppress(StoreError):
             read_fixed(self.folder, self.identity)
             return
-        copies = [(path.read_bytes(), f"snapshots/{path.parent.name}") for path in _copies_of_fixed(self.folder)]
-        for data, source in [(save({}), "nothing"), *copies]:
-            if checksum(data) == self.identity.fixed_checksum:
-                if (self.folder / "fixed.safetensors").exists():
-                    Aside(self.folder, "repair").move(self.folder / "fixed.safetensors")
-                self.disk.write_durably(self.folder / "fixed.safetensors", data)
-                self._say(f"fixed.safetensors was missing or damaged and is written again from {source}; nothing is lost")
-                return
+        expected = self.identity.fixed_checksum
+        if checksum(save({})) == expected:
+            data, source = save({}), "nothing"
+        elif (copy := next((p for p in _copies_of_fixed(self.folder) if file_checksum(p) == expected), None)) is not None:
+            data, source = copy.read_bytes(), copy.relative_to(self.folder).as_posix()
+        else:
+            return
+        if (self.folder / "fixed.safetensors").exists():
+            Aside(self.folder, "repair").move(self.folder / "fixed.safetensors")
+        self.disk.write_durably(self.folder / "fixed.safetensors", data)
+        self._say(f"fixed.safetensors was missing or damaged and is written again from {source}; nothing is lost")
 
     def _say(self, *lines: str) -> None:
         for line in lines:
@@ -125,10 +131,14 @@ class RunStore:
             log.warning("%s: %s", self.folder, line)
 
     def _tidy(self, healthy: bool) -> None:
-        wanted = {fallback.source.file for fallback in self.fallbacks.values()} | self._doubtful.keys()
+        wanted = self._needed()
         for fragment in self.identity.layout.fragments:
             wanted |= {row["file"] for row in db.version_rows(self._database, fragment.index, KEPT_VERSIONS)}
         tidy(self.folder, wanted, healthy, lambda line: log.info("%s", line))
+
+    def _needed(self) -> set[str]:
+        """Files that no row may name and that must stay all the same."""
+        return {fallback.source.file for fallback in self.fallbacks.values()} | self._doubtful.keys()
 
     def close(self) -> None:
         if self._lock is not None:
@@ -187,7 +197,7 @@ class RunStore:
         of a process that wrote it and ended before it counted."""
         try:
             rows = [db.version_rows(self._database, fragment, KEPT_VERSIONS) for fragment in fragments]
-            wanted = {row["file"] for kept in rows for row in kept} | self._doubtful.keys()
+            wanted = {row["file"] for kept in rows for row in kept} | self._needed()
             beginnings = tuple(file_name(fragment, 0).split("-")[0] + "-" for fragment in fragments)
             for path in (self.folder / "fragments").iterdir():
                 if path.name.lstrip(".").startswith(beginnings) and path.name not in wanted:
@@ -238,6 +248,7 @@ class RunStore:
 
     def _recovered(self, fragment: int, damaged: str) -> None:
         del self.fallbacks[fragment]
+        self._note_count()
         with contextlib.suppress(OSError):  # it may be missing; and where it lies it is in nobody's way
             Aside(self.folder, "repair").move(self.folder / "fragments" / damaged)
 
@@ -291,8 +302,7 @@ class RunStore:
         except (sqlite3.Error, OSError) as error:
             self._doubtful |= files
             raise StoreError(f"the tape cannot be written: {error}") from error
-        if self._lock is not None:
-            write_count(self._lock, self._generation, db.last_entry(self._database))
+        self._note_count()
         with self._names:
             # The log of this commit has taken the place of those that failed before it.
             for file in unwanted | self._doubtful.keys():
@@ -302,6 +312,10 @@ class RunStore:
         if time.monotonic() - self._copied_at >= COPY_EVERY_S:
             with contextlib.suppress(OSError, sqlite3.Error):  # it is a spare, and there will be another
                 self._copy_standing(standing)
+
+    def _note_count(self) -> None:
+        if self._lock is not None:
+            write_count(self._lock, self._generation, db.last_entry(self._database))
 
     def _copy_standing(self, standing: Standing) -> None:
         self._copied_at = time.monotonic()
@@ -345,7 +359,7 @@ class RunStore:
     def _spare_fixed(self) -> Path:
         """A copy of fixed.safetensors that snapshots share: a link to the file itself would be damaged along with it."""
         spare = self.folder / "snapshots" / f"fixed-{self.identity.fixed_checksum:08x}.safetensors"
-        if not spare.exists() or checksum(spare.read_bytes()) != self.identity.fixed_checksum:
+        if not spare.exists() or file_checksum(spare) != self.identity.fixed_checksum:
             self.disk.write_durably(spare, self.fixed_bytes())
         return spare
 

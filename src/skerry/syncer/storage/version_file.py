@@ -23,6 +23,7 @@ from torch import Tensor
 from skerry.checksum import checksum
 from skerry.durable import DISK, Disk
 from skerry.errors import StoreError
+from skerry.syncer.storage.database import one_line
 from skerry.tensors.codecs.codec import raw_bytes
 from skerry.tensors.fragments import Fragment
 from skerry.tensors.merge import FragmentState
@@ -111,7 +112,7 @@ def read_version(
             raise
         raise StoreError(f"{path} is missing, but the tape counts on it") from None
     except (OSError, SafetensorError, KeyError) as error:
-        raise StoreError(f"{path} is damaged: {error}") from None
+        raise StoreError(f"{path} is damaged: {one_line(error)}") from None
     if not _fits(state, fragment) or state_checksum(state) != row["checksum"]:
         raise StoreError(f"{path} is damaged: its content does not match the tape's checksum")
     return state
@@ -156,7 +157,7 @@ def newest_proven(paths: Iterable[Path], run_id: str, fragment: Fragment, below:
     """The newest version of a fragment among these files, or the newest before `below`. Reads only as many as it takes."""
     mine = [path for path in paths if (numbers_of(path.name) or (-1, 0))[0] == fragment.index]
     labelled = [(found[0].version, path) for path in mine if (found := label_of(path))]
-    for version, path in sorted(labelled, key=lambda found: (-found[0], found[1].name)):
+    for version, path in sorted(labelled, key=lambda found: -found[0]):  # among equals the caller's order counts
         if below is None or version < below:
             proven = prove(path, run_id, fragment)
             if proven is not None:
