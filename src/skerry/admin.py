@@ -6,16 +6,32 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from skerry.config import Config, from_json
 from skerry.core.schema import TapeRecord
-from skerry.errors import JoinRefused, WireError
+from skerry.errors import ConfigError, JoinRefused, WireError
 from skerry.wire import calls
 from skerry.wire import skerry_pb2 as pb
-from skerry.wire.channel import TLS, open_channel
+from skerry.wire.channel import EVERY_INTERFACE, TLS, open_channel
 from skerry.wire.loop import run_here
 from skerry.wire.service import SyncerStub
+
+
+def syncer_address(given: str) -> str:
+    """The address itself, or the address of the syncer that serves the run folder given in its place."""
+    folder = Path(given)
+    if not folder.is_dir():
+        return given
+    try:
+        address = (folder / "address").read_text().strip()
+    except OSError:
+        raise ConfigError(f"no syncer serves {folder}, or it was started long ago: give its host:port") from None
+    host, _, port = address.rpartition(":")
+    if host in EVERY_INTERFACE:
+        raise ConfigError(f"the syncer of {folder} listens on {address}: give the name in its certificate, NAME:{port}")
+    return address
 
 
 def describe(address: str, tls: TLS | None, timeout_s: float = 120.0) -> pb.RunDescription:

@@ -14,6 +14,8 @@ import grpc
 from skerry.errors import ConfigError, WireError
 
 PROTOCOL = 8
+EVERY_INTERFACE = ("0.0.0.0", "::", "[::]")
+"""Hosts to listen on that are no address to dial."""
 
 # A message is a small control message or one chunk. Keep-alive finds a dead peer behind a silent network path, and keeps
 # NAT entries open. Local sub-channel pools keep gRPC from putting control and bulk onto one TCP connection.
