@@ -92,6 +92,6 @@ def _is_option(word: str) -> bool:
 
 def _suggestion(flag: str, known: list[str], prog: str) -> str:
     bare = flag.lstrip("-")
-    # A setting without its table, such as --every for --sync.every, comes before one that is spelled alike.
+    # A setting without its table (--every for --sync.every) is a better guess than a similar spelling.
     near = [name for name in known if name.endswith(f".{bare}")] or difflib.get_close_matches(flag, known, n=1)
     return f"did you mean {near[0]}?" if near else f"{prog} --help lists its options"
