@@ -119,7 +119,7 @@ def test_a_tape_that_does_not_explain_the_weights_is_refused_at_the_first_differ
     for number, entry in enumerate(tape(shorter, "journaled")):
         if entry["session"] == share["session"] and entry["until"] >= share["at_step"]:
             change(shorter, "journaled", number, lambda entry: entry.update(until=entry["since"]))
-    with pytest.raises(ReplayError, match="the tape does not say what island-. did in step"):
+    with pytest.raises(ReplayError, match="the journal of island-. has a gap at step"):
         list(Replay(shorter).run())
 
 
