@@ -3,7 +3,7 @@
     python benchmarks/short_steps.py [--quick] [--step 0.022] [--islands 4] [--size 11m] [--shards 0]
 
 A syncer and islands, each a process. Steps only sleep, so the machine does little besides exchanges. With 11M parameters,
-H = P = 24 and steps of 22 ms, as for four islands that share a GPU, an island makes 45 exchanges per second. The share that
+H = P = 24 and steps of 22 ms, like four islands on one GPU, an island makes 45 exchanges per second. The share that
 reaches the model comes from the run's ledger. The run begins with frequent merges, as `skerry train` does.
 """
 

@@ -34,7 +34,7 @@ class Driver:
     coordinator = ""
     faults: tuple[str, ...] = FAULTS
     waits = True
-    """Replicas wait for each other. Faults then cost so much that few measurements suffice."""
+    """Replicas wait for each other. A fault then costs several steps at least, so few measurements suffice."""
 
     def __init__(self, folder: Path, python: str) -> None:
         folder.mkdir(parents=True)

@@ -166,7 +166,7 @@ def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
 
 
 def share_out(workers: int) -> None:
-    """Run this command in several processes, each of which claims runs one at a time."""
+    """Run this command in several processes. Each one claims the next free run."""
     with tempfile.TemporaryDirectory() as claims:
         command = [sys.executable, *sys.argv, "--claims", claims]
         processes = [subprocess.Popen(command) for _ in range(workers)]
