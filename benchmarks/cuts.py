@@ -1,11 +1,10 @@
-"""A link that is cut again and again in the middle of a fragment: what arrives, arrives whole, and is not sent twice.
+"""Cut a link repeatedly in the middle of a fragment: every fragment arrives whole, and little is sent twice.
 
     python benchmarks/cuts.py [--quick] [--cuts 50]
 
-A syncer as a process and one island, with a link between them that is as fast as --mbit says. Each cut comes while a
-fragment is under way, up and down in turns. With one island, an outer learning rate of 1 and no momentum, the global model
-must be the island's own at the end, to the rounding of fp32: a fragment of which a part was applied twice, or not at all,
-would show.
+One island and a syncer process, with a link of --mbit between them. Each cut happens while a fragment is in flight, alternately
+up and down. With one island, an outer learning rate of 1 and no momentum, the global model must equal the island's at the end,
+up to fp32 rounding. A fragment that was applied twice, partly or not at all would show as a difference.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def main() -> None:
         fragments=2, every=2, overlap=1, outer_lr=1.0, outer_momentum=0.0, send="fp32", outlier=0.0, silence_s=30.0
     )
     chance = random.Random(1)
-    with tempfile.TemporaryDirectory() as place:
-        folder = skerry.create(Path(place) / "run", model, sync)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = skerry.create(Path(scratch) / "run", model, sync)
         with skerry.serve(folder) as address:
             host, port = address.split(":")
             proxy = LinkProxy(["island"], (host, int(port)))
@@ -66,13 +65,13 @@ def main() -> None:
             slow = Condition(bytes_per_s=options.mbit * 1e6 / 8)
             proxy.set("island", LinkState(up=slow, down=slow))
             for cut in range(cuts):
-                way = (link.sent, link.received)[cut % 2]
-                start, some = way.total_bytes, chance.randint(1 << 20, 14 << 20)
-                while way.total_bytes - start < some:
+                meter = (link.sent, link.received)[cut % 2]
+                start, wanted = meter.total_bytes, chance.randint(1 << 20, 14 << 20)
+                while meter.total_bytes - start < wanted:
                     time.sleep(0.001)
                 proxy.set("island", LinkState(cut=True))
                 proxy.set("island", LinkState(up=slow, down=slow))
-                print(f"cut {cut + 1} of {cuts}: {('up', 'down')[cut % 2]}, after {some / 1e6:.1f} MB", flush=True)
+                print(f"cut {cut + 1} of {cuts}: {('up', 'down')[cut % 2]}, after {wanted / 1e6:.1f} MB", flush=True)
             proxy.set("island", LinkState())
             over.set()
             thread.join()
@@ -86,7 +85,7 @@ def main() -> None:
         ledger = audit_run(folder)
     fragment_bytes = 16 << 20
     extra = link.sent.total_bytes / (merged * fragment_bytes) - 1
-    print(f"{merged} merges; {100 * extra:.1f}% more was sent than was merged; the models differ by {difference:.2g} at most")
+    print(f"{merged} merges; {100 * extra:.1f}% more sent than merged; the models differ by at most {difference:.2g}")
     whole = difference < 1e-5 and merged == len(seen) and ledger.adds_up
     bar = {"bar": "cuts in the middle of a fragment, all of them arrived whole", "value": cuts if whole else 0, "target": cuts}
     print(json.dumps({**bar, "ok": whole, "merges": merged, "sent_beyond_merged": round(extra, 3)}))

@@ -1,9 +1,9 @@
-"""What failures cost: a default run without any, and the same with islands that are killed and come back all the time.
+"""Cost of failures: a default run, and the same run with islands that are killed and restarted all the time.
 
     python benchmarks/failures.py [--quick] [--plan PLAN.toml] [--tokens 4000000]
 
-The runs are twice as long as the default, so that there are enough deaths to count. Both end at the same number of tokens. The
-numbers of the second come from its account (docs/operate.md).
+The runs are twice as long as the default, to have enough deaths. Both end at the same number of tokens. The numbers of the run
+with failures come from its account (docs/operate.md).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SEEN_EVERY_S = 1.05
-"""Steps are seen once a second, or a little later; a pause shorter than two such looks cannot be told from none."""
+METRICS_EVERY_S = 1.05
+"""Interval of the metrics. A pause shorter than two intervals cannot be detected."""
 
 
 def train(folder: Path, *extra: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -36,7 +36,7 @@ def say(bar: str, value: float, target: float, ok: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the tokens: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the tokens: a smoke test")
     parser.add_argument("--tokens", type=int, default=4_000_000)
     parser.add_argument("--plan", default=str(ROOT / "configs" / "chaos" / "failures.toml"))
     options = parser.parse_args()
@@ -48,11 +48,12 @@ def main() -> None:
     deaths = sum(island["deaths"] for island in account["islands"].values())
     killed = [r for r in account["recoveries"] if r["what"] == "killed" and r["seconds"] and r["joined_after_s"]]
     rejoined = [recovery["seconds"] - recovery["joined_after_s"] for recovery in killed]
-    pause = max(0.0, account["longest_pause_s"] - 2 * SEEN_EVERY_S)
+    pause = max(0.0, account["longest_pause_s"] - 2 * METRICS_EVERY_S)
     print(
-        f"{deaths} deaths; islands were down {1 - account['uptime']:.1%} of their time; {calm['validation_loss']:.4f} without"
+        f"{deaths} deaths; islands were down {1 - account['uptime']:.1%} of their time; "
+        f"validation loss {calm['validation_loss']:.4f} without failures, {hurt['validation_loss']:.4f} with; "
+        f"{calm['seconds']:.0f} s and {hurt['seconds']:.0f} s"
     )
-    print(f"failures, {hurt['validation_loss']:.4f} with; {calm['seconds']:.0f} s and {hurt['seconds']:.0f} s")
     say("goodput of islands while alive", account["goodput_alive"], 0.98, account["goodput_alive"] >= 0.98)
     say("share of island time taken by failures", 1 - account["uptime"], 0.3, 1 - account["uptime"] >= 0.25)
     say("validation loss above the run without failures", gap, 0.01, gap <= 0.01)

@@ -1,15 +1,15 @@
-"""What faults cost: Skerry, torchft's DiLoCo and DDP with restarts, the same model, data and faults, in one table.
+"""Cost of faults for Skerry, torchft's DiLoCo and DDP with restarts: same model, data and faults, in one table.
 
     python benchmarks/faults.py [--quick] [--full] [--systems skerry,torchft,torchft-retries,ddp] [--torchft PYTHON]
 
-Two replicas of one thread each train the default job on this machine, as processes.
- (a) One replica is a straggler, five times as slow: the speed of the other, over its speed beside a replica like itself.
- (b) The coordinator (syncer, lighthouse, rank 0) is killed and comes back after 5 s; with --full also after 60 s: the longest
-     time between two inner steps of a replica that was not killed, and who exits.
- (c) One replica's parameters become NaN once: are the other's losses finite afterwards, and who is named.
- (d) One replica is killed and starts again after 3 s: what the other loses, and how long until the killed one takes part.
-faults/scenarios.py defines every number. --quick does Skerry only, all in one run of about a minute. torchft is a
-benchmark's dependency (`pip install skerry[bench]`); it may live in another environment, which --torchft names.
+Two replicas, processes with one thread each, train the default job on this machine.
+ (a) One replica is a straggler, five times as slow. Measured: the speed of the other, over its speed with an equally fast peer.
+ (b) The coordinator (syncer, lighthouse, rank 0) is killed and restarted after 5 s; with --full also after 60 s. Measured: the
+     longest time between two inner steps of a surviving replica, and which processes exit.
+ (c) One replica's parameters become NaN once. Measured: whether the other's losses stay finite, and which replica is blamed.
+ (d) One replica is killed and restarted after 3 s. Measured: what the other loses, and when the killed one takes part again.
+faults/scenarios.py defines every number. --quick runs only Skerry, all faults in one run of about a minute. torchft is an
+optional dependency (`pip install skerry[bench]`); --torchft names an interpreter in another environment that has it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Results = dict[str, Any]
 
 
 def measure_quick(driver: Driver, options: argparse.Namespace) -> Results:
-    """Everything in one run, one after the other; what cannot be healed comes last."""
+    """All faults in one run. The NaN comes last, because not every system recovers from it."""
     try:
         driver.start()
         return {
@@ -56,7 +56,7 @@ def measure_quick(driver: Driver, options: argparse.Namespace) -> Results:
 
 
 def measure(kind: type[Driver], root: Path, python: str, options: argparse.Namespace) -> Results:
-    """A run of its own for each fault."""
+    """Each fault in its own run."""
     plans: dict[str, Callable[[Driver], Any]] = {
         "straggler": lambda d: scenarios.straggler(d, 3 if d.waits else options.pairs, options.straggler),
         "outage": lambda d: scenarios.outage(d, SHORT_S, after_s=5.0, rounds=options.rounds),
@@ -74,7 +74,7 @@ def measure(kind: type[Driver], root: Path, python: str, options: argparse.Names
             driver.start()
             driver.run_for(2.0)
             found[name] = plan(driver)
-        except Exception as error:  # one system's trouble must not cost the others their column
+        except Exception as error:  # keep the results of the other systems
             print(f"{driver.name}, {name}: {error!r}", flush=True)
         finally:
             driver.stop()
@@ -83,7 +83,7 @@ def measure(kind: type[Driver], root: Path, python: str, options: argparse.Names
 
 
 def busy() -> float:
-    """Share of this machine's cores that others use, over a second. Linux only; 0 elsewhere."""
+    """Share of the machine's cores that other processes use, over one second. Linux only; 0 elsewhere."""
 
     def ticks() -> tuple[int, int]:
         numbers = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
@@ -98,7 +98,7 @@ def busy() -> float:
 
 
 def with_torchft(wanted: str) -> str | None:
-    """A Python that has torchft, if there is one."""
+    """An interpreter that can import torchft, or None."""
     for python in [wanted] if wanted else [sys.executable, str(ROOT / "build" / "torchft" / "bin" / "python")]:
         if Path(python).exists() and subprocess.run([python, "-c", "import torchft"], capture_output=True).returncode == 0:
             return python
@@ -106,7 +106,7 @@ def with_torchft(wanted: str) -> str | None:
 
 
 def rows(found: Results) -> list[tuple[str, str]]:
-    """The table's lines for one system: what, and the value as text."""
+    """The rows of the table for one system, as (label, value)."""
     lines: list[tuple[str, str]] = []
 
     def add(name: str, *texts: tuple[str, Callable[[Any], str]]) -> None:
@@ -115,30 +115,30 @@ def rows(found: Results) -> list[tuple[str, str]]:
 
     add(
         "straggler",
-        ("(a) speed beside a 5x straggler, of its own", lambda v: f"{v.ratio:.1%} ({v.lowest:.0%} to {v.highest:.0%})"),
+        ("(a) speed with a 5x straggler, of its own", lambda v: f"{v.ratio:.1%} ({v.lowest:.0%} to {v.highest:.0%})"),
     )
     for name, away in (("outage", SHORT_S), ("long outage", LONG_S)):
         if name == "outage" or name in found:
             add(
                 name,
                 (f"(b) coordinator away {away:.0f} s: longest gap", lambda v: f"{v.gap:.1f} steps ({v.gap_s:.2f} s)"),
-                ("    longest gap in a quiet stretch", lambda v: f"{v.quiet_gap:.1f} steps"),
-                ("    from its new start until all exchange", lambda v: f"{v.back_s:.1f} s"),
-                ("    steps of that time that count", lambda v: f"{v.kept:.0%}"),
-                ("    exits", lambda v: v.exits or "nobody"),
+                ("    longest gap without a fault", lambda v: f"{v.quiet_gap:.1f} steps"),
+                ("    restart until all replicas exchange", lambda v: f"{v.back_s:.1f} s"),
+                ("    steps of that time that are kept", lambda v: f"{v.kept:.0%}"),
+                ("    exits", lambda v: v.exits or "none"),
             )
     add(
         "poison",
         ("(c) one NaN replica: others' finite losses", lambda v: f"{v.finite:.0%}"),
-        ("    its own finite losses afterwards", lambda v: f"{v.faulty_finite:.0%}"),
-        ("    who is named", lambda v: v.accused or "nobody"),
+        ("    its own finite losses", lambda v: f"{v.faulty_finite:.0%}"),
+        ("    who is blamed", lambda v: v.accused or "none"),
     )
     add(
         "kill",
         ("(d) kill -9: steps lost by the other", lambda v: f"{v.lost_steps:.0f}"),
         ("    the other's longest gap", lambda v: f"{v.stall:.1f} steps ({v.quiet_stall:.1f} before)"),
-        ("    restart to taking part, less start-up", lambda v: f"{v.rejoin_s:.2f} s (start-up {v.start_up_s:.1f} s)"),
-        ("    others that exit", lambda v: v.exits or "nobody"),
+        ("    restart until it takes part, less start-up", lambda v: f"{v.rejoin_s:.2f} s (start-up {v.start_up_s:.1f} s)"),
+        ("    others that exit", lambda v: v.exits or "none"),
     )
     return lines
 
@@ -177,30 +177,31 @@ def print_bars(found: Results) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Skerry only, short, in one run")
-    parser.add_argument("--full", action="store_true", help="also a coordinator that is away for a minute")
+    parser.add_argument("--quick", action="store_true", help="only Skerry, short, in one run")
+    parser.add_argument("--full", action="store_true", help="also kill the coordinator for a minute")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="default: %(default)s")
-    parser.add_argument("--only", default=",".join(FAULTS), help="faults to do (default: %(default)s)")
+    parser.add_argument("--only", default=",".join(FAULTS), help="faults to inject (default: %(default)s)")
     parser.add_argument("--straggler", choices=("busy", "sleep"), default="busy", help="what a straggler does with its time")
-    parser.add_argument("--pairs", type=int, default=15, help="pairs of blocks with and without a straggler (Skerry)")
-    parser.add_argument("--rounds", type=int, default=3, help="outages of which the median counts (Skerry)")
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of blocks with and without a straggler (Skerry only)")
+    parser.add_argument("--rounds", type=int, default=3, help="outages to take the median of (Skerry only)")
     parser.add_argument("--torchft", default="", metavar="PYTHON", help="an interpreter that has torchft")
     parser.add_argument("--keep", type=Path, help="keep the logs in this folder")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that drivers stop what they started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that drivers stop their processes
     results: dict[str, Results] = {}
     with tempfile.TemporaryDirectory() as scratch:
         root = options.keep or Path(scratch)
         for system in ["skerry"] if options.quick else options.systems.split(","):
             python = with_torchft(options.torchft) if issubclass(SYSTEMS[system], Torchft) else sys.executable
             if python is None:
-                print(
-                    f"{system} is left out: no Python here can import torchft (pip install skerry[bench], or --torchft PYTHON)"
-                )
+                print(f"skipping {system}: no interpreter can import torchft (pip install skerry[bench], or --torchft PYTHON)")
                 continue
             kind = SYSTEMS[system]
             if (share := busy()) > 0.1:
-                print(f"others use {share:.0%} of this machine as {kind.name} begins: do not trust the numbers", flush=True)
+                print(
+                    f"other processes use {share:.0%} of this machine as {kind.name} starts: do not trust the numbers",
+                    flush=True,
+                )
             if options.quick:
                 results[kind.name] = measure_quick(kind(root / system, python), options)
             else:

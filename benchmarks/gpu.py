@@ -1,12 +1,12 @@
-"""What Skerry costs a GPU: steps with a learner attached over steps without, in turns; how fast codecs encode there; that they
-give the same bytes as on the CPU; and that what is sent and adopted while kernels run is right to the bit.
+"""Overhead of Skerry on a GPU: step time with a learner attached over step time without, in turns. Also the speed of codecs on
+the GPU, that they produce the same bytes as on the CPU, and that sending and adopting while kernels run is correct to the bit.
 
     python benchmarks/gpu.py [--quick] [--sizes 135m 1b] [--codecs bf16 int4] [--turns 4] [--folder FOLDER]
 
-The syncer runs on this machine's CPU, with its run folder in memory where there is /dev/shm: with a slow disk it would merge
-less often than every H steps, and the exchange would seem cheaper than it is. How often it merged is printed, and a step time
-counts only if that was about every H steps. Training is real: a byte-level GPT with AdamW, bf16, compiled, that keeps its
-optimizer's state as `skerry train` does.
+The syncer runs on this machine's CPU, with its run folder in /dev/shm if there is one: with a slow disk it would merge less
+often than every H steps, and the exchange would look cheaper than it is. The output says how often fragments merged. A time
+counts only if that was about every H steps. Training is real: a compiled byte-level GPT in bf16 with AdamW, which keeps its
+optimizer state as `skerry train` does.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SHAPES = {
     "1b": ModelConfig(size="1m", layers=20, width=2048, heads=16, context=1024),
 }
 BATCH = {"25m": 64, "135m": 64, "1b": 32}
-"""Samples of a step: what somebody would train with on one large GPU. --batch 16 makes steps so short (34 ms at 135M) that
-gigabits go each way every second, and Python hardly keeps up with starting kernels."""
+"""Samples per step, realistic for one large GPU. With --batch 16 steps are so short (34 ms at 135M) that several Gbit/s go each
+way, and Python hardly keeps up with launching kernels."""
 EVERY = FRAGMENTS = 24
 
 
@@ -55,7 +55,7 @@ def seconds_of(work, times: int = 20) -> float:
     return (time.perf_counter() - started) / times
 
 
-def codecs_on_the_device(numel: int) -> None:
+def measure_codecs(numel: int) -> None:
     generator = torch.Generator().manual_seed(0)
     small = torch.randn(1_000_003, generator=generator) * 10 ** torch.randn(1_000_003, generator=generator)
     plain, small = small, torch.cat([small, trial(small.device)])
@@ -64,13 +64,13 @@ def codecs_on_the_device(numel: int) -> None:
         data, count = one.encode(small), small.numel()
         back, there = one.decode(data, count).float(), one.decode(data.cuda(), count).float().cpu()
         same[name] = torch.equal(data, one.encode(small.cuda()).cpu()) and torch.equal(back, there)
-        # Without zeros and infinities a CPU takes a shorter way.
+        # Without zeros and infinities the CPU takes a shortcut.
         same[name] &= torch.equal(one.encode(plain), one.encode(plain.cuda()).cpu())
     bar = {"bar": "codecs that give the same bytes and values on CPU and GPU", "value": sum(same.values()), "target": len(same)}
     print(json.dumps({**bar, "ok": all(same.values()), "each": same}))
     vector, target = torch.randn(numel, device="cuda"), torch.empty(numel, device="cuda")
     copy = 8 * numel / seconds_of(lambda: target.copy_(vector))
-    print(f"copy on the device, {numel:,} elements: {copy / 1e9:.0f} GB/s read and written")
+    print(f"copy on the device, {numel:,} elements: {copy / 1e9:.0f} GB/s, reads plus writes")
     shares = {}
     for name, one in _CODECS.items():
         moved = 4 * numel + one.size_bytes(numel)
@@ -84,9 +84,9 @@ def codecs_on_the_device(numel: int) -> None:
     print(json.dumps({**bar, "target": 0.5, "ok": shares["int4"] >= 0.5, "elements": numel}))
 
 
-def fragments_through_the_device(rounds: int) -> None:
-    """Versions are adopted, changed as an optimizer would, and their progress encoded, all without waiting for the GPU between;
-    pinned memory is used again and again meanwhile."""
+def check_fragments(rounds: int) -> None:
+    """Adopt versions, change them as an optimizer would, and encode the progress, without synchronizing in between. Pinned
+    memory is reused all the time."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000, bias=False) for _ in range(6))).cuda()
     layout = split([spec for spec, _ in model_tensors(model)], 6)
     replica = Replica(model, layout, SyncConfig(fragments=6, send="fp32"))
@@ -97,19 +97,19 @@ def fragments_through_the_device(rounds: int) -> None:
         for index, fragment in enumerate(layout.fragments):
             values = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(round_ * 6 + index))
             with torch.cuda.stream(replica.model_device._copies):
-                busy @ busy  # what is copied next is still to be copied when its memory could be taken again
+                busy @ busy  # keeps the next copy pending while its memory could be reused
             prepared = replica.prepare(index, values.clone(), 0)
             with replica.gate:
                 replica.model_device.before_write()
                 replica.adopt(index, prepared, 0, 0)
-                busy @ busy  # what follows is still to be done when the next line is reached
+                busy @ busy  # keeps the following kernels pending
                 with torch.no_grad():
                     model[index].weight.mul_(0.5)
                 replica.model_device.after_write()
                 snapshots.append(replica.snapshot(index, round_))
                 replica.model_device.before_write()
                 with torch.no_grad():
-                    model[index].weight.fill_(7.0)  # what the snapshot is to have read before
+                    model[index].weight.fill_(7.0)  # the snapshot must have read the old values
                 replica.model_device.after_write()
             del prepared
             wanted.append(values - values * 0.5)
@@ -121,7 +121,7 @@ def fragments_through_the_device(rounds: int) -> None:
 
 
 class Island:
-    """One training job on the GPU, whose steps are timed."""
+    """A training job on the GPU with timed steps."""
 
     def __init__(self, size: str, batch: int) -> None:
         train = TrainConfig(batch=batch, tokens=10**12, precision="bf16", compile=True, lr=1e-4)
@@ -130,13 +130,13 @@ class Island:
         self.job.set_lr(1.0)
         self.step = 0
         self.median = 0.0
-        """Of the steps done last, by the GPU's clock: what it is below the mean, single steps cost that were held up."""
+        """Median of the last steps, by the GPU's clock. The difference to the mean comes from single delayed steps."""
 
     def launch_share(self) -> float:
-        """How much of a step's time Python needs to start its kernels: near 1 it has no time for anything else."""
+        """Share of a step that Python needs to launch its kernels. Near 1 there is no time for anything else."""
         whole = self.steps(0.0)
         started = time.perf_counter()
-        for _ in range(2):  # fewer kernels than a GPU lets wait
+        for _ in range(2):  # fewer kernels than the launch queue holds
             self._one()
         share = (time.perf_counter() - started) / 2 / whole
         torch.cuda.synchronize()
@@ -148,8 +148,8 @@ class Island:
         self.step += 1
 
     def steps(self, for_s: float) -> float:
-        """Seconds a step by the GPU's clock, over that time and at least H steps. A loop looks at its loss now and then;
-        the step after that begins with a GPU that has nothing to do, and does not count."""
+        """Mean step time by the GPU's clock, over `for_s` and at least H steps. Loops read their loss now and then, which
+        drains the GPU; the step after that does not count."""
         started, before = time.perf_counter(), self.step
         ends: list[list[torch.cuda.Event]] = []
         while time.perf_counter() - started < for_s or self.step - before < EVERY:
@@ -159,7 +159,7 @@ class Island:
                 self._one()
                 ends[-1].append(self._now())
         torch.cuda.synchronize()
-        took = [1e-3 * first.elapsed_time(second) for some in ends for first, second in itertools.pairwise(some)]
+        took = [1e-3 * first.elapsed_time(second) for block in ends for first, second in itertools.pairwise(block)]
         self.median = statistics.median(took)
         return statistics.mean(took)
 
@@ -171,7 +171,7 @@ class Island:
 
 
 class Stages:
-    """When each stage of a learner's exchanges came, to see where their time goes."""
+    """Times the stages of a learner's exchanges."""
 
     ORDER = ("asked", "given", "encoded", "delivered", "announced", "fetched", "adopted")
 
@@ -200,12 +200,12 @@ class Stages:
         parts = []
         for stage, times in self.took.items():
             ms = [1e3 * taken for taken in sorted(times)] or [math.nan]
-            parts.append(f"{stage} {ms[len(ms) // 2]:.1f} (nine tenths {ms[9 * len(ms) // 10]:.1f})")
-        return f"ms from one stage of an exchange to the next: {', '.join(parts)}"
+            parts.append(f"{stage} {ms[len(ms) // 2]:.1f} (90% {ms[9 * len(ms) // 10]:.1f})")
+        return f"ms between stages of an exchange: {', '.join(parts)}"
 
 
 def settle(island: Island, folder: Path, within_s: float = 30.0) -> None:
-    """Steps until every fragment is merged about every H steps: at first memory is new to both sides, which costs time."""
+    """Train until every fragment merges about every H steps: at first both sides allocate memory, which costs time."""
     started, settled = time.perf_counter(), False
     while not settled and time.perf_counter() - started < within_s:
         first_step, first_merge = island.step, len(merges_in(folder))
@@ -222,19 +222,19 @@ def attached(island: Island, send: str, turns: int, seconds: float, where: str |
     steps, merges = 0, []
 
     def alone() -> str:
-        island.steps(0.0)  # a GPU that had nothing to do for a moment is faster at first
+        island.steps(0.0)  # an idle GPU is faster at first
         without.append(island.steps(seconds))
         return f"{1e3 * without[-1]:.2f} ms (median {1e3 * island.median:.2f})"
 
-    with tempfile.TemporaryDirectory(dir=where or place_for_runs(parameters)) as place:
+    with tempfile.TemporaryDirectory(dir=where or place_for_runs(parameters)) as scratch:
         sync = SyncConfig(fragments=FRAGMENTS, every=EVERY, overlap=2, send=send, publish=send)
-        folder = skerry.create(Path(place) / "run", job.model, sync)
+        folder = skerry.create(Path(scratch) / "run", job.model, sync)
         with skerry.serve(folder, shards=shards) as address:
-            print(f"{size}: a step alone, not counted, {alone()}", flush=True)
-            without.clear()  # the first window is the slowest, whatever follows it
-            print(f"{size}: a step alone {alone()}", flush=True)
+            print(f"{size}: a step without Skerry, not counted, {alone()}", flush=True)
+            without.clear()  # the first window is always the slowest
+            print(f"{size}: a step without Skerry {alone()}", flush=True)
             for turn in range(turns):
-                known = {"name": "island", "tokens_per_step": job.step_tokens, "keep": Path(place) / "kept"}
+                known = {"name": "island", "tokens_per_step": job.step_tokens, "keep": Path(scratch) / "kept"}
                 learner = skerry.join(address, job.model, job.optimizers, **known)
                 settle(island, folder)
                 stages = Stages()
@@ -245,8 +245,11 @@ def attached(island: Island, send: str, turns: int, seconds: float, where: str |
                 steps += island.step - first_step
                 merges += merges_in(folder)[first_merge:]
                 learner.leave()
-                print(f"{size} {send} turn {turn + 1}: a step with {account}, then alone {alone()}\n  {stages}", flush=True)
-    # Each window with Skerry beside those before and after it: the GPU's own speed drifts.
+                print(
+                    f"{size} {send} turn {turn + 1}: a step with Skerry {account}, then without {alone()}\n  {stages}",
+                    flush=True,
+                )
+    # Each window with Skerry is compared with its neighbours, because the GPU's speed drifts.
     ratios = [2 * mine / (before + after) for mine, before, after in zip(attached_to, without, without[1:], strict=False)]
     mean = statistics.mean(ratios)
     error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
@@ -264,13 +267,13 @@ def attached(island: Island, send: str, turns: int, seconds: float, where: str |
 
 
 def merges_in(folder: Path) -> list[float]:
-    """How long each took, from the order to merge what was gathered to the version that counts."""
+    """Duration of each merge, from the decision to the committed version."""
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [record["seconds"] for record in records if record["kind"] == "merge"]
 
 
 def place_for_runs(parameters: int) -> str | None:
-    """Memory, if there is room for two versions of everything and of the optimizer's state."""
+    """/dev/shm, if it has room for two versions of the model and of the optimizer state."""
     memory = Path("/dev/shm")
     return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 44 * parameters else None
 
@@ -281,21 +284,21 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=["135m", "1b"])
     parser.add_argument("--codecs", nargs="*", default=["bf16", "int4"])
     parser.add_argument("--turns", type=int)
-    parser.add_argument("--batch", type=int, help="samples of a step, for all sizes")
-    parser.add_argument("--shards", type=int, default=2, help="processes that merge beside the syncer")
-    parser.add_argument("--folder", help="for run folders; memory if nothing is said")
+    parser.add_argument("--batch", type=int, help="samples per step, for all sizes")
+    parser.add_argument("--shards", type=int, default=2, help="number of shards")
+    parser.add_argument("--folder", help="folder for run folders (default: /dev/shm)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("this needs a GPU")
+        raise SystemExit("this benchmark needs a GPU")
     torch.set_float32_matmul_precision("high")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores")
-    codecs_on_the_device(40 << 20)  # a fragment of a billion parameters
-    fragments_through_the_device(10 if options.quick else 50)
+    measure_codecs(40 << 20)  # a fragment of a billion parameters
+    check_fragments(10 if options.quick else 50)
     turns = options.turns or (2 if options.quick else 4)
     for size in options.sizes:
         island = Island(size, options.batch or BATCH[size])
         island.steps(10.0)
-        print(f"{size}: kernels are started in {island.launch_share():.2f} of a step's time", flush=True)
+        print(f"{size}: launching kernels takes {island.launch_share():.2f} of a step", flush=True)
         for send in options.codecs:
             attached(island, send, turns, 3.0 if options.quick else 8.0, options.folder, options.shards)
         del island

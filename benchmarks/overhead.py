@@ -1,11 +1,11 @@
-"""What Skerry costs an island: inner steps per second with it attached, over the same loop without it.
+"""Overhead of Skerry on an island: inner steps per second with it attached, over the same loop without it.
 
     python benchmarks/overhead.py [--quick]
 
-One process trains one model, joined to a run whose syncer is a process of its own: a block of steps as it is, a block without
-the hooks through which the optimizers tell Skerry of their steps, and so on in turns. Short turns keep the machine's drift out
-of the ratio, and it must be the same model in both: two copies of one model differ by several percent from each other, by where
-their tensors happen to lie in memory. The median over pairs of blocks counts, with its standard error.
+One process trains one model, joined to a run with a separate syncer process. Blocks of steps alternate: one with the optimizer
+hooks through which Skerry sees steps, one without. Short blocks keep drift of the machine's speed out of the ratio. Both kinds
+use the same model: two copies of a model differ by several percent in speed, depending on where their tensors lie in memory.
+The result is the median over pairs of blocks, with its standard error.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from skerry.train.job import Job, build_job
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = 0.97
 WARM_UP = 6
-"""Steps of a block that do not count: what the block before had under way ends in them."""
+"""Steps at the start of a block that do not count: exchanges of the previous block end in them."""
 
 
 def block(job: Job, steps: int) -> float:
-    """Steps per second, after a few that do not count."""
+    """Steps per second of a block, without its warm-up."""
     started = 0.0
     for step in range(WARM_UP + steps):
         if step == WARM_UP:
@@ -60,7 +60,7 @@ def without_hooks(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--steps", type=int, default=24, help="inner steps of one block")
+    parser.add_argument("--steps", type=int, default=24, help="inner steps per block")
     options = parser.parse_args()
     pairs = 8 if options.quick else 100
     config: Config = load(ROOT / "configs" / "default.toml").resolved()
@@ -83,7 +83,7 @@ def main() -> None:
             plain(), attached()
             ratios, speeds = [], []
             for pair in range(pairs):
-                # Which one goes first alternates, so that a drift of the machine's speed cancels out.
+                # The order alternates, so that drift of the machine's speed cancels out.
                 order: tuple[Callable[[], float], ...] = (plain, attached) if pair % 2 else (attached, plain)
                 speed = {arm: arm() for arm in order}
                 ratios.append(speed[attached] / speed[plain])

@@ -1,8 +1,8 @@
-"""The model quality of the default run against data-parallel training at the same tokens.
+"""Model quality of the default run compared with data-parallel training on the same number of tokens.
 
     python benchmarks/parity.py [--quick] [CONFIG.toml]
 
-Runs `skerry train` twice, as a user would: by DDP and decoupled. Prints the gap in validation loss as one line of JSON.
+Runs `skerry train` twice, with DDP and decoupled, and prints the gap in validation loss as one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", type=Path, default=ROOT / "configs" / "default.toml")
     parser.add_argument(
-        "--quick", action="store_true", help="a tenth of the tokens: shows that it runs, says little about quality"
+        "--quick", action="store_true", help="a tenth of the tokens: a smoke test that says little about quality"
     )
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Steps that are short beside an exchange: how much of what islands do is in the model, and how often fragments are merged.
+"""Steps shorter than an exchange: how much of the islands' work reaches the model, and how often fragments merge.
 
     python benchmarks/short_steps.py [--quick] [--step 0.022] [--islands 4] [--size 11m] [--shards 0]
 
-A syncer and islands, each a process. Their steps only sleep, so that the machine has little to do but exchanges; with 11M
-parameters, H = P = 24 and steps of 22 ms, as four islands that share a GPU have them, an island has 45 exchanges a second.
-What is in the model is from the run's ledger. The run begins as `skerry train` lets it begin: merged often at first.
+A syncer and islands, each a process. Steps only sleep, so the machine does little besides exchanges. With 11M parameters,
+H = P = 24 and steps of 22 ms, like four islands on one GPU, an island makes 45 exchanges per second. The share that
+reaches the model comes from the run's ledger. The run begins with frequent merges, as `skerry train` does.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from skerry.observe.ledger import audit_run
 from skerry.syncer.storage.run_folder import read_tape
 
 TARGET = 0.7
-"""Of the tokens that were trained on. With two cores, of which these islands use all."""
+"""Share of the trained tokens, on two cores that the islands keep busy."""
 
 
-def the_model(size: str) -> GPT:
+def build_model(size: str) -> GPT:
     return build_gpt(ModelConfig(size=size, context=256), 256, 0)
 
 
 def island(address: str, name: str, size: str, step_s: float, seconds: float) -> None:
     torch.set_num_threads(1)
-    model = the_model(size)
+    model = build_model(size)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     learner = skerry.join(address, model, optimizer, name=name, tokens_per_step=1000)
     first = next(model.parameters())
@@ -66,11 +66,11 @@ def main() -> None:
     begin = skerry.BeginConfig(steps=round(0.1 * seconds / options.step))
     sync = skerry.SyncConfig(fragments=24, every=24, begin=begin, publish=options.publish, start_with=options.islands)
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as place:
-        folder = skerry.create(Path(place) / "run", the_model(options.size), sync)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = skerry.create(Path(scratch) / "run", build_model(options.size), sync)
         with skerry.serve(folder, shards=options.shards) as address:
-            asked = [(address, f"island-{n}", options.size, options.step, seconds) for n in range(options.islands)]
-            islands = [spawn.Process(target=island, args=each) for each in asked]
+            arguments = [(address, f"island-{n}", options.size, options.step, seconds) for n in range(options.islands)]
+            islands = [spawn.Process(target=island, args=each) for each in arguments]
             for process in islands:
                 process.start()
             for process in islands:
@@ -95,9 +95,9 @@ def main() -> None:
     early = sum(step < begin.steps for rounds in merges.values() for step, _ in rounds)
     members = statistics.mean(count for rounds in merges.values() for _, count in rounds)
     steps = ledger.trained / 1000 / options.islands
-    print(f"{options.islands} islands, {steps:.0f} steps each, {1e3 * seconds / steps:.1f} ms a step")
-    print(f"{early} merges in the first {begin.steps} steps, then each fragment every {statistics.mean(intervals):.1f}")
-    print(f"{members:.2f} islands in a merge; {in_model:.1%} of the trained tokens are in the model")
+    print(f"{options.islands} islands, {steps:.0f} steps each, {1e3 * seconds / steps:.1f} ms per step")
+    print(f"{early} merges in the first {begin.steps} steps, then each fragment every {statistics.mean(intervals):.1f} steps")
+    print(f"{members:.2f} islands per merge; {in_model:.1%} of the trained tokens are in the model")
     bar = {"bar": "share of the trained tokens that is in the model", "value": round(in_model, 3), "target": TARGET}
     print(json.dumps({**bar, "ok": in_model >= TARGET}))
 

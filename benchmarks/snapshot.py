@@ -1,9 +1,9 @@
-"""What a snapshot costs an island: inner steps in a stretch with a snapshot over those in stretches without, in one run.
+"""Cost of a snapshot for an island: inner steps in an interval with a snapshot over those in one without, in the same run.
 
     python benchmarks/snapshot.py [--quick]
 
-One island of the default model and a syncer as processes; stretches with and without a snapshot follow each other. A stretch is
-much shorter than the time between snapshots that anybody would choose, so the cost is also said in steps.
+One island with the default model and a syncer process. Intervals with and without a snapshot alternate. They are much shorter
+than a realistic time between snapshots, so the measured cost is an upper bound.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from skerry.train.job import build_job, lr_factor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--stretch-s", type=float, default=15.0)
+    parser.add_argument("--interval-s", type=float, default=15.0)
     options = parser.parse_args()
-    pairs, stretch_s = (3, 4.0) if options.quick else (16, options.stretch_s)
+    pairs, interval_s = (3, 4.0) if options.quick else (16, options.interval_s)
     torch.set_num_threads(1)
     config = Config(model=ModelConfig(size="1m", context=128)).resolved()
     job = build_job(config)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
-        folder = skerry.create(Path(place) / "run", job.model, skerry.SyncConfig(fragments=8, every=24))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = skerry.create(Path(scratch) / "run", job.model, skerry.SyncConfig(fragments=8, every=24))
         with skerry.serve(folder) as address:
             learner = skerry.join(address, job.model, job.optimizers, tokens_per_step=job.step_tokens)
             batches = learner.leased(job.pools, config.train.batch)
 
-            def stretch(seconds: float) -> float:
-                """Inner steps a second."""
+            def interval(seconds: float) -> float:
+                """Inner steps per second."""
                 started, steps = time.perf_counter(), 0
                 while (spent := time.perf_counter() - started) < seconds:
                     job.set_lr(lr_factor(0.5, config.train))
@@ -51,7 +51,7 @@ def main() -> None:
                     steps += 1
                 return steps / spent
 
-            stretch(stretch_s)
+            interval(interval_s)
             ratios, seconds, states = [], [], set()
             for pair in range(pairs):
                 rates = {}
@@ -67,7 +67,7 @@ def main() -> None:
                     thread = threading.Thread(target=take)
                     if taking:
                         thread.start()
-                    rates[taking] = stretch(stretch_s)
+                    rates[taking] = interval(interval_s)
                     if taking:
                         thread.join()
                         seconds += done
@@ -76,7 +76,7 @@ def main() -> None:
             learner.leave()
     assert states == {"kept"}, states
     mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
-    print(f"a snapshot is there after {statistics.median(seconds):.2f} s; stretches of {stretch_s:.0f} s")
+    print(f"a snapshot takes {statistics.median(seconds):.2f} s; intervals of {interval_s:.0f} s")
     bar = {"bar": "steps with a snapshot over steps without", "value": round(mean, 4), "target": 0.99, "ok": mean >= 0.99}
     print(json.dumps({**bar, "standard_error": round(error, 4)}))
 

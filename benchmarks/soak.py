@@ -1,9 +1,9 @@
-"""A long run of mixed random faults over eight islands. At the end nothing may have leaked.
+"""A long run of eight islands with mixed random faults, to find leaks.
 
     python benchmarks/soak.py [--minutes 20] [--quick]
 
-Looks at every process of the run once in five seconds: memory, open files (sockets are among them), threads. A leak is growth
-from the second quarter of the run to the last. At the end no process of the run may be left.
+Samples memory, open files including sockets, and threads of every process every five seconds. A leak is growth from the second
+quarter of the run to the last. At the end no process of the run may be left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLACK = {"MB": 30.0, "files": 8.0, "threads": 4.0}
 
 
 def part_of(process: psutil.Process) -> str:
-    """Which part of the run this is; islands are taken together, since each may be a new process at any time."""
+    """The part of the run this process is. Islands count as one part, because their processes are replaced all the time."""
     words = process.cmdline()
     for name in ("syncer", "validator", "learner"):
         if name in words:

@@ -1,11 +1,11 @@
-"""How many bytes of contributions a syncer merges in a second, beside what a plain gRPC stream of the same bytes reaches; what
-a merge costs as learners and fragments grow; and how much memory it takes.
+"""Throughput of a syncer in merged bytes per second, relative to a plain gRPC stream of the same bytes; the cost of a merge as
+learners and fragments grow; and the syncer's memory.
 
     python benchmarks/syncer.py [--quick] [--profile] [--shards 2 4]
 
-The syncer is a process of its own. Learners are made of bare calls in this one: they answer every question at once with bytes
-made beforehand, so that all the time there is goes into sending, receiving, checking, decoding, merging and storing. The
-plain stream sends the same messages to a process that only reads them. Nothing is fetched: what is measured is merging.
+The syncer is a separate process. This process makes the learners' calls: it answers every question at once with bytes prepared
+in advance, so all time goes into sending, receiving, checking, decoding, merging and storing. The plain stream sends the same
+messages to a process that only reads them. Versions are not fetched: this measures merging.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from skerry.wire.framing import Assembly, Parcel, chunk, count_chunks
 from skerry.wire.service import _SERVICE, SyncerStub
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""A folder that no disk slows down, where there is one."""
+"""A folder in memory, if the machine has one."""
 AHEAD = 3
-"""Steps a learner reports before the versions of the first have come: so many fragments are under way."""
+"""Steps a learner reports ahead of the announced versions, and so the number of fragments in flight."""
 
 
 class Wide(nn.Module):
-    """Parameters and nothing else: one tensor for each fragment."""
+    """A model of parameters only: one tensor per fragment."""
 
     def __init__(self, fragments: int, numel: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Wide(nn.Module):
 
 
 class Caller:
-    """A learner of bare calls."""
+    """A learner that makes only the RPC calls."""
 
     def __init__(self, address: str, model: nn.Module, name: str, fragments: int, data: list[memoryview]) -> None:
         self._channels = [open_channel(address, None) for _ in range(2)]
@@ -91,7 +91,7 @@ class Caller:
     async def _until(self, kind: str) -> Any:
         while True:
             message = await self._control.read()
-            assert message is not grpc.aio.EOF, f"{self._name} was put out"
+            assert message is not grpc.aio.EOF, f"{self._name} was disconnected"
             assert not message.HasField("refusal"), message.refusal.reason
             if message.WhichOneof("message") == kind:
                 return message
@@ -142,7 +142,7 @@ class Caller:
 
 
 def contributions(numel: int) -> list[memoryview]:
-    """A few, so that none looks repeated."""
+    """A few encoded contributions, so that no two in a row are equal."""
     generator = torch.Generator().manual_seed(1)
     return [raw_bytes(codec("bf16").encode(1e-3 * torch.randn(numel, generator=generator))) for _ in range(3)]
 
@@ -163,7 +163,7 @@ def run_syncer(
         every=fragments,
         overlap=2,
         quorum=0,
-        wait=True,  # else fragments would rest, because these learners' steps take no time
+        wait=True,  # otherwise fragments would pause, because these learners' steps take no time
         start_with=learners,
         outlier=0.0,
         staleness=8,
@@ -186,7 +186,7 @@ def run_syncer(
                 ended = time.time()
                 busy = sum(syncer.cpu_times()[:2]) - busy
                 await asyncio.gather(*(caller.close() for caller in callers))
-                return {"started": started, "ended": ended, "busy_s": busy, "peak": _largest_bytes(syncer.pid)}
+                return {"started": started, "ended": ended, "busy_s": busy, "peak": _peak_bytes(syncer.pid)}
 
             found = asyncio.run(drive())
         records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -196,14 +196,14 @@ def run_syncer(
     return {**found, "spent": spent, "parameters": parameters, "merges": len(merges), "bytes_per_s": rate}
 
 
-def _largest_bytes(pid: int) -> int:
-    """The most memory the process ever had."""
+def _peak_bytes(pid: int) -> int:
+    """Peak memory of the process."""
     [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
     return 1024 * int(line.split()[1])
 
 
 def plain_stream(seconds: float, raw: bool = False) -> float:
-    """Bytes a second of the same messages, read by another process and thrown away; or of the same bytes without messages."""
+    """Bytes per second of the same messages, or of raw bytes, sent to a process that discards them."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_read_only, args=(theirs, raw), daemon=True)
@@ -251,7 +251,7 @@ def _read_only(pipe: Any, raw: bool) -> None:
 
 
 def profile(learners: int = 8, numel: int = 1 << 22) -> None:
-    """Where a merge's time goes: the syncer's own functions, one after the other on one core."""
+    """Time the steps of a merge one by one, on one core."""
     layout = split([spec for spec, _ in model_tensors(Wide(1, numel))], 1)
     [fragment] = layout.fragments
     data, bf16 = contributions(numel), codec("bf16")
@@ -263,16 +263,16 @@ def profile(learners: int = 8, numel: int = 1 << 22) -> None:
     with tempfile.TemporaryDirectory() as parent:
         (Path(parent) / "fragments").mkdir()
         steps: list[tuple[str, int, Callable[[], object]]] = [
-            ("put chunks together", learners, lambda: _assembled(data[0])),
+            ("reassemble chunks", learners, lambda: _assembled(data[0])),
             ("checksum", learners, lambda: checksum(data[0])),
             ("norms", learners, lambda: norms_of(fragment, deltas[0])),
-            ("mean of all", 1, lambda: radial_mean(deltas, [1.0] * learners, norms=[of[0] for of in norms])),
+            ("mean", 1, lambda: radial_mean(deltas, [1.0] * learners, norms=[of[0] for of in norms])),
             ("outer step", 1, lambda: nesterov(before, after.momentum, 0.5, 0.8)),
-            ("what is published, and its checksum", 1, lambda: checksum(raw_bytes(publish(before, after, bf16)[1]))),
-            ("checksum of what is stored", 1, lambda: checksums_of(shown)),
-            ("write and sync", 1, lambda: write_version(Path(parent), "version", shown, Label("", 0, 1, 1), 0)),
+            ("encode for publishing, checksum", 1, lambda: checksum(raw_bytes(publish(before, after, bf16)[1]))),
+            ("checksum of the stored version", 1, lambda: checksums_of(shown)),
+            ("write and fsync", 1, lambda: write_version(Path(parent), "version", shown, Label("", 0, 1, 1), 0)),
         ]
-        print(f"{learners} contributions of {numel:,} elements in bf16, nanoseconds for each of their bytes:")
+        print(f"{learners} contributions of {numel:,} elements in bf16, nanoseconds per byte:")
         for name, times, work in steps:
             work()
             took = min(_timed(work) for _ in range(5))
@@ -295,9 +295,9 @@ def _timed(work: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="only say where a merge's time goes")
+    parser.add_argument("--profile", action="store_true", help="only time the steps of a merge")
     parser.add_argument(
-        "--shards", type=int, nargs="*", default=[], help="only what is merged with so many shards, beside none"
+        "--shards", type=int, nargs="*", default=[], help="only the throughput with these numbers of shards, and with none"
     )
     options = parser.parse_args()
     seconds = 5.0 if options.quick else 15.0
@@ -314,7 +314,7 @@ def main() -> None:
     ratios = []
     for turn in range(1 if options.quick else 3):
         plain, raw = plain_stream(seconds / 3), plain_stream(seconds / 3, raw=True)
-        print(f"turn {turn + 1}: a plain stream of these messages {plain / 1e6:.0f} MB/s, of bytes alone {raw / 1e6:.0f} MB/s")
+        print(f"turn {turn + 1}: plain stream of these messages {plain / 1e6:.0f} MB/s, of raw bytes {raw / 1e6:.0f} MB/s")
         cases = [(8, None, "fp32"), (4, None, "fp32"), (8, None, "bf16"), *([(8, MEMORY, "fp32")] if MEMORY else [])]
         for learners, place, shown in cases:
             found = run_syncer(learners, 8, 1 << 22, seconds, place, shown)
@@ -324,14 +324,14 @@ def main() -> None:
             where = "in memory" if place else "on disk"
             cores = found["busy_s"] / found["spent"]
             print(f"  {learners} learners, {shown} published, run folder {where}: {found['bytes_per_s'] / 1e6:.0f} MB/s, "
-                  f"{ratio:.3f} and {found['bytes_per_s'] / raw:.3f} of these; {cores:.2f} cores, "
-                  f"{1e9 * cores / found['bytes_per_s']:.2f} ns of CPU a byte", flush=True)  # fmt: skip
+                  f"{ratio:.3f} and {found['bytes_per_s'] / raw:.3f} of them; {cores:.2f} cores, "
+                  f"{1e9 * cores / found['bytes_per_s']:.2f} ns of CPU per byte", flush=True)  # fmt: skip
     ratio = statistics.median(ratios)
     empty = run_syncer(4, 64, 1 << 10, seconds, publish="bf16")["peak"]
     full = run_syncer(4, 64, 1 << 20, seconds, publish="bf16")
     memory = (full["peak"] - empty) / full["parameters"]
-    print(f"memory: {empty / 1e6:.0f} MB with next to no model, {full['peak'] / 1e6:.0f} MB with "
-          f"{full['parameters'] / 1e6:.0f}M parameters: {memory:.1f} bytes each, all included", flush=True)  # fmt: skip
+    print(f"memory: {empty / 1e6:.0f} MB with a tiny model, {full['peak'] / 1e6:.0f} MB with "
+          f"{full['parameters'] / 1e6:.0f}M parameters: {memory:.1f} bytes per parameter", flush=True)  # fmt: skip
     growths = []
     for _ in range(3):
         costs = {}
@@ -340,7 +340,7 @@ def main() -> None:
             costs[learners, fragments] = 1e3 * found["busy_s"] / max(found["merges"] * learners, 1)
             rate = found["merges"] / found["spent"]
             print(f"{learners:3d} learners, {fragments:3d} fragments of 65,536: {rate:.1f} merges/s, "
-                  f"{costs[learners, fragments]:.2f} ms of CPU for one contribution", flush=True)  # fmt: skip
+                  f"{costs[learners, fragments]:.2f} ms of CPU per contribution", flush=True)  # fmt: skip
         growths.append(max(costs[64, 8], costs[8, 64]) / costs[8, 8])
     growth = statistics.median(growths)
     for bar, value, target, ok in (

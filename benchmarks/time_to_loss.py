@@ -1,36 +1,39 @@
-"""Time to a fixed validation loss under failures: decoupled training beside data-parallel training that restarts on failure.
+"""Time to a fixed validation loss under failures: decoupled training and data-parallel training that restarts on failure.
 
     python benchmarks/time_to_loss.py [--quick] [--elastic] [--plan PLAN.toml] [--out FILE.json] [--plot [FILE.svg]]
 
-Real processes on this machine, killed with SIGKILL as configs/chaos/failures.toml says: each worker about every two minutes,
-away for 42 s on average. Arms: both ways of training without failures, both with them, and with --elastic also data-parallel
-training that goes on with the workers that are left. What makes the comparison fair:
+Real processes on this machine, killed with SIGKILL as planned in configs/chaos/failures.toml: each worker about every two
+minutes, for 42 s on average. Arms: both kinds of training without failures, both with failures, and with --elastic also
+data-parallel training that continues with the remaining workers. What makes the comparison fair:
 
-- One trace, drawn once: workers are killed at the same seconds since training began and stay away for the same times in all
-  arms. A worker that is killed while its job waits for another one is away all the same.
-- The same model, data, tokens a worker's step, budget, schedule of the learning rate (over the budget) and validation windows.
-- Each way of training has a learning rate that suits it. The islands' is the configuration's. That of data-parallel training
-  is lower: its best was 1.5e-3 to 2e-3 for global batches of 32 sequences and 1e-3 to 1.5e-3 for 16 (results/LOG.md); here a
-  global batch has 8. `--arms dp-calm --dp-lr 7e-4 --out FILE` tries another.
-- Data-parallel training restarts as well as it can: a death is seen at once, all workers start again together as soon as the
-  dead one is back, from a checkpoint of weights, optimizer and step. Checkpoints are written in a thread, at the interval of
-  Young and Daly for what one costs here and the failures of the whole job, but no more often than once a second. An elastic
-  job restarts at once with those that are left, on the same global batch, and once more when a worker is back, after a
-  checkpoint in good order; both cost a start-up.
-- Start-up is what it is: every restarted process of any arm imports, builds its job and connects before it trains. Only the
-  first start is in no time; the table shows it.
-- A core for each worker: pinned there, with one thread, so that a death makes no other worker faster. The syncer and the
-  launchers have no core of their own and take their time from the workers, or use the core of one that is dead.
-- Validation takes no time from training: weights are copied every few seconds and validated when the arm is over. A copy of
-  data-parallel training counts even if a restart then throws its steps away, and so does the checkpoint it restarts from.
-- The loss is the one that the worst arm under failures ends with; times are first arrivals, on straight lines between copies.
-  A noisy curve may arrive early by luck: times of staying there ("for good") are given as well, and ratios for higher losses.
+- All arms get the same trace: workers are killed at the same seconds since training began, for the same durations. A worker
+  that is killed while its job waits for another one is down all the same.
+- All arms have the same model, data, tokens per worker step, budget, learning-rate schedule (over the budget) and validation
+  windows.
+- Each kind of training has a suitable learning rate. Islands use the configuration's. Data-parallel training uses a lower one:
+  the best was 1.5e-3 to 2e-3 for global batches of 32 sequences and 1e-3 to 1.5e-3 for 16 (results/LOG.md); here a global
+  batch has 8. `--arms dp-calm --dp-lr 7e-4 --out FILE` tries another.
+- Data-parallel training restarts as well as it can. A death is noticed at once, and all workers restart together from a
+  checkpoint of weights, optimizer and step as soon as the dead one is back. Checkpoints are written in a thread, at the
+  interval of Young and Daly for their measured cost and the failure rate of the whole job, but at most once per second. An
+  elastic job restarts at once with the remaining workers, on the same global batch, and again, after a checkpoint, when a
+  worker is back; both restarts cost a start-up.
+- Start-up counts: every restarted process imports, builds its job and connects before it trains. Only the first start is
+  excluded from the times; the table shows it.
+- Each worker is pinned to its own core, with one thread, so a death makes no other worker faster. The syncer and the launchers
+  have no core of their own: they take time from the workers, or use the core of a dead one.
+- Validation takes no time from training: weights are copied every few seconds and validated after the arm has ended. A copy of
+  data-parallel training counts even if a restart throws its steps away, and so does the checkpoint it restarts from.
+- The target loss is the final loss of the worst arm under failures. Times are first arrivals, interpolated linearly between
+  copies. A noisy curve may arrive early by luck, so times of staying below ("for good") and ratios for higher losses are shown
+  as well.
 
-One trace is one draw: the few deaths of a run of minutes scatter the ratio widely, so do not pick one; --trace draws others.
-More workers favour decoupled training, as a job that needs all of them is stopped more often: with two it has least to win.
+One trace is one random draw. A run of minutes has few deaths, so the ratio scatters widely between traces: do not pick one;
+--trace draws others. More workers favour decoupled training, because a job that needs all of them is stopped more often. With
+two workers it gains least.
 
-Two workers on two quiet cores take about 25 minutes, and 33 with --elastic. Do nothing else on the machine meanwhile. --quick
-(about two minutes) shows that everything works; its numbers mean nothing, as most of its time is start-up.
+Two workers on two idle cores take about 25 minutes, 33 with --elastic. Keep the machine idle otherwise. --quick (about two
+minutes) is a smoke test; its numbers mean nothing, because most of its time is start-up.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ ARMS = {
 }
 TOKENS, QUICK_TOKENS = 3_000_000, 150_000
 QUICK_TRACE_S = 20.0
-"""Then failures end, or restarts would leave no time to train."""
+"""Failures end after this time; otherwise restarts would leave no time to train."""
 HIGHER = (1.0, 1.02, 1.05, 1.1)
 
 
@@ -103,7 +106,7 @@ def run_arm(key: str, options: argparse.Namespace, chance: RandomFaults, folder:
             arm, config, folder, faults, cores, mtbf_s=chance.mtbf_s / options.workers, sample_every_s=options.sample_every,
             limit_s=options.limit, elastic=key == "dp-elastic",
         ).run()  # fmt: skip
-    print(f"validating {len(samples)} copies of {arm.name}", flush=True)
+    print(f"validating {len(samples)} checkpoints of {arm.name}", flush=True)
     measure(arm, samples, config, at_once=len(cores))
     return arm
 
@@ -119,15 +122,15 @@ def print_table(arms: dict[str, Arm], loss: float) -> None:
         "deaths": 8,
         f"s to {loss:.4f}": 14,
         "and for good": 14,
-        "s in all": 10,
-        "loss at the end": 17,
-        "start, s": 10,
+        "s total": 10,
+        "final loss": 17,
+        "start-up, s": 14,
     }
     print("\n" + "".join(f"{head:>{width}s}" for head, width in heads.items()))
     for arm in arms.values():
         reached, kept = seconds(arm, time_to(loss, arm.points)), seconds(arm, time_to_keep(loss, arm.points))
         print(f"{arm.name:28s}{len(arm.kills):8d}{reached:>14s}{kept:>14s}", end="")
-        print(f"{arm.seconds:10.1f}{arm.final_loss:17.4f}{arm.start_up_s:10.1f}")
+        print(f"{arm.seconds:10.1f}{arm.final_loss:17.4f}{arm.start_up_s:14.1f}")
 
 
 def print_bars(arms: dict[str, Arm], loss: float) -> None:
@@ -165,18 +168,24 @@ def show(arms: dict[str, Arm], plot: Path | None) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few tokens and frequent deaths: shows that it runs")
-    parser.add_argument("--elastic", action="store_true", help="also data-parallel training that goes on with fewer workers")
-    parser.add_argument("--arms", help=f"only these, of {','.join(ARMS)}")
-    parser.add_argument("--tokens", type=int, help="the budget of every arm (default: 3,000,000, or 150,000 if --quick)")
-    parser.add_argument("--workers", type=int, default=2, help="islands, or ranks (default: %(default)s)")
-    parser.add_argument("--dp-lr", type=float, default=1e-3, help="of data-parallel training (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the job: initial weights and order of the data")
+    parser.add_argument("--quick", action="store_true", help="few tokens and frequent deaths: a smoke test")
+    parser.add_argument(
+        "--elastic", action="store_true", help="also elastic data-parallel training, which continues with fewer workers"
+    )
+    parser.add_argument("--arms", help=f"only these arms, of {','.join(ARMS)}")
+    parser.add_argument("--tokens", type=int, help="budget of every arm (default: 3,000,000, or 150,000 with --quick)")
+    parser.add_argument("--workers", type=int, default=2, help="number of islands or ranks (default: %(default)s)")
+    parser.add_argument(
+        "--dp-lr", type=float, default=1e-3, help="learning rate of data-parallel training (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the job: initial weights and order of the data")
     parser.add_argument("--plan", type=Path, default=ROOT / "configs" / "chaos" / "failures.toml")
     parser.add_argument("--trace", type=int, help="seed of the failures (default: the plan's)")
-    parser.add_argument("--mtbf", type=float, help="seconds between failures of a worker (default: the plan's)")
-    parser.add_argument("--away", type=float, help="seconds for which it is away, on average (default: the plan's)")
-    parser.add_argument("--sample-every", type=float, default=8.0, help="seconds between copies (default: %(default)s)")
+    parser.add_argument("--mtbf", type=float, help="mean seconds between failures of a worker (default: the plan's)")
+    parser.add_argument("--away", type=float, help="mean seconds a killed worker is down (default: the plan's)")
+    parser.add_argument(
+        "--sample-every", type=float, default=8.0, help="seconds between copies of the weights (default: %(default)s)"
+    )
     parser.add_argument(
         "--limit",
         type=float,
@@ -184,11 +193,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="seconds after which failures end and a data-parallel arm is stopped; its curve until then is kept",
     )
     parser.add_argument(
-        "--out", type=Path, help="for the curves (default: results/failures/time_to_loss.json; none if --quick)"
+        "--out", type=Path, help="file for the curves (default: results/failures/time_to_loss.json; none with --quick)"
     )
-    parser.add_argument("--plot", type=Path, nargs="?", const=ROOT / "docs" / "images" / "time-to-loss.svg", help="draw them")
     parser.add_argument(
-        "--saved", type=Path, nargs="+", help="run nothing: table, bars and plot of the curves in these files of one job"
+        "--plot", type=Path, nargs="?", const=ROOT / "docs" / "images" / "time-to-loss.svg", help="plot the curves"
+    )
+    parser.add_argument(
+        "--saved", type=Path, nargs="+", help="run nothing; show the curves in these files, which must be of one job"
     )
     options = parser.parse_args(arguments)
     if options.quick:
@@ -199,9 +210,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.tokens = options.tokens or (QUICK_TOKENS if options.quick else TOKENS)
     wanted = options.arms.split(",") if options.arms else [key for key in ARMS if options.elastic or key != "dp-elastic"]
     if options.arms and options.out == DEFAULT_OUT:
-        parser.error("--arms wants an --out of its own: the curves of all arms stay as they are")
+        parser.error("--arms needs --out, to keep the saved curves of all arms")
     if unknown := set(wanted) - set(ARMS):
-        parser.error(f"--arms must be of {', '.join(ARMS)}, got {', '.join(sorted(unknown))}")
+        parser.error(f"--arms must be among {', '.join(ARMS)}, got {', '.join(sorted(unknown))}")
     options.arms = wanted
     return options
 
@@ -211,13 +222,13 @@ def main() -> None:
     if options.saved is not None:
         show(saved_arms(options.saved), options.plot)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, which stops all processes
     if shutil.which("taskset") is None:
-        raise SystemExit("workers are pinned to cores with taskset, which is not here")
+        raise SystemExit("taskset is not installed; it pins workers to cores")
     if len(os.sched_getaffinity(0)) < options.workers:
         print("workers share cores: a death makes others faster, which flatters decoupled training", flush=True)
     if os.getloadavg()[0] > 0.5:
-        print(f"others use this machine (load {os.getloadavg()[0]:.1f}): do not trust the times", flush=True)
+        print(f"the machine is busy (load {os.getloadavg()[0]:.1f}): do not trust the times", flush=True)
     chance = failures(options)
     arms: dict[str, Arm] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -230,7 +241,7 @@ def main() -> None:
 
 
 def saved_arms(paths: Sequence[Path]) -> dict[str, Arm]:
-    """Arms may be run apart, on cores of their own; they must have had the same job and failures."""
+    """Read arms from several files. They must have the same job and failures."""
     arms: dict[str, Arm] = {}
     first: dict[str, object] = {}
     for path in paths:
@@ -238,7 +249,7 @@ def saved_arms(paths: Sequence[Path]) -> dict[str, Arm]:
         curves = found.pop("arms")
         first = first or found
         if found != first:
-            raise SystemExit(f"{path} is of another job, or of other failures, than {paths[0]}")
+            raise SystemExit(f"{path} has another job or other failures than {paths[0]}")
         arms.update((key, Arm(**values)) for key, values in curves.items())
     return arms
 

@@ -1,17 +1,17 @@
-"""Training over links as thin and as long as ordinary ones between sites: Skerry beside data-parallel training, in one run.
+"""Training over links with realistic bandwidth and delay between sites: Skerry and data-parallel training.
 
     python benchmarks/wan.py [--quick] [--turns N] [--out FILE] [--plot FILE] [--saved FILE ...]
 
-Islands (two by default) and a syncer, each in a network namespace of its own, with links of a given bandwidth and delay
-(benchmarks/wan/switch.py; needs root). All train the same model on the same data, one thread each. The islands have one half
-of the machine's cores, the syncer and the switch the other, as they would be on machines of their own. Utilisation is inner
-steps a second over those of as many islands without any network. Machines change their speed by more than what is to be seen
-here, so both train at the same time, each half of them with one half of the islands' cores (benchmarks/wan/halves.py): what
-Skerry does beside training has to fit into its half if there are not more cores than islands, and what is not used while it
-waits is lost. A window of decoupled training has whole rounds of H steps. --turns does all of it several times over: shares
-are means of the turns, with their standard error. Bytes are those that the switch counted, with all headers, control messages
-and TLS. The data-parallel side is DistributedDataParallel over gloo, with gradients sent in 16 bits (as fp16: gloo does not
-offer bf16, which has the same size).
+Islands (two by default) and a syncer run in separate network namespaces, joined by links with a given bandwidth and delay
+(benchmarks/wan/switch.py; needs root). All islands train the same model on the same data with one thread each. Islands use one
+half of the machine's cores, the syncer and the switch the other half, because in practice they are on other machines.
+
+Utilisation is inner steps per second over those of as many islands without any network. The speed of a machine drifts by more
+than the effect to measure, so both groups train at the same time, each with half of the islands' cores
+(benchmarks/wan/halves.py). If there are no more cores than islands, Skerry's background work must fit into its half, and time
+spent waiting is lost. A window of decoupled training covers whole rounds of H steps. With --turns, everything is repeated and
+shares are means over the turns, with their standard error. Bytes are counted by the switch, including all headers and TLS.
+The data-parallel arm is DistributedDataParallel over gloo, with gradients sent as fp16 (gloo has no bf16, which is as large).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from skerry.train.job import build_job
 CORES = sorted(os.sched_getaffinity(0))
 ISLAND_CORES, OTHER_CORES = CORES[: max(1, len(CORES) // 2)], CORES[len(CORES) // 2 :]
 DELAY_S = 0.02
-"""Each way on each link, so that a round trip between two sites takes four of them."""
+"""One-way delay of each link. A round trip between two sites takes four of them."""
 DECOUPLED = SyncConfig(fragments=24, every=24, overlap=2, send="bf16", publish="bf16", silence_s=60.0)
 SPARSE = dataclasses.replace(DECOUPLED, every=96, send="topk1", publish="topk3", outer_momentum=0.0)
 ARMS: dict[str, SyncConfig | None] = {
@@ -62,27 +62,27 @@ ARMS: dict[str, SyncConfig | None] = {
 
 
 STEPS_TO_SETTLE = {"dp": 1}
-"""Under new conditions, before anything is counted. Where fragments are exchanged every one of them is, once."""
+"""Steps after a change of conditions that are not measured. By default H, so that every fragment is exchanged once."""
 WHOLE_STEPS = {"dp": 4, "diloco": 2 * DECOUPLED.every, "streaming": 2 * DECOUPLED.every}
-"""Those that wait for the network are measured over so many steps, and so over whole rounds, however long these take."""
+"""Arms that wait for the network are measured over this many steps, which are whole rounds, however long they take."""
 LONGEST_WINDOW_S = 400
 
 
 @dataclass
 class Measured:
-    """One window, or the mean of several."""
+    """Measurements of one window, or means over several."""
 
     arm: str
     mbit: float
     steps_per_s: float
     up_bytes: float
-    """By an island, for one of its steps."""
+    """Bytes sent by an island per step."""
     down_bytes: float
     steps: int
     alone_steps_per_s: float = math.nan
-    """Without any network, at the same time."""
+    """Speed of the islands without a network, measured at the same time."""
     cut_short: bool = False
-    """It took so long that no whole rounds were waited for."""
+    """The window ended before whole rounds were done, because it took too long."""
     merged_every: float = math.nan
     """Steps between two versions of a fragment."""
 
@@ -114,7 +114,7 @@ class Bench:
 
     @contextlib.contextmanager
     def running(self, arm: str) -> Iterator[list[Path]]:
-        """The files in which islands write down their steps. The run folder is beside them, if there is one."""
+        """Start the islands and yield their step logs. The run folder, if any, is in the same folder."""
         self._runs += 1
         folder = self._place / f"run{self._runs}"
         folder.mkdir()
@@ -131,7 +131,7 @@ class Bench:
                 processes.append(subprocess.Popen(command, stdout=output, stderr=output, env={**environment, **more}))
 
         for host in self._islands:
-            self._switch.set(host, 0.0, DELAY_S)  # what is exchanged before training begins is not what is measured
+            self._switch.set(host, 0.0, DELAY_S)  # exchanges before training are not measured
         logs: list[Path] = []
         sync = ARMS.get(arm)
         try:
@@ -195,8 +195,7 @@ def done_by_all(logs: list[Path]) -> int:
 
 
 def rate_in(log: Path, started: float, ended: float) -> float:
-    """Steps a second, with the parts of steps at both ends. What goes on at the end counts as one step at most, however long
-    it takes."""
+    """Steps per second, including fractions of steps at both ends. The unfinished step at the end counts as one at most."""
     ends = [at for at, _ in steps_in(log)]
     longest_s = max(b - a for a, b in itertools.pairwise(ends[-10:]))
 
@@ -215,7 +214,7 @@ def steps_in(log: Path) -> list[tuple[float, int]]:
 
 
 def settle(logs: list[Path], steps: int) -> None:
-    """Some steps under the new conditions."""
+    """Wait for this many steps under the new conditions."""
     before = [len(steps_in(log)) for log in logs]
     deadline = time.monotonic() + 200
     while any(len(steps_in(log)) < n + steps for log, n in zip(logs, before, strict=True)) and time.monotonic() < deadline:
@@ -225,16 +224,16 @@ def settle(logs: list[Path], steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--mbit", type=float, nargs="*", help="bandwidths to go through")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of a window")
+    parser.add_argument("--mbit", type=float, nargs="*", help="bandwidths to measure")
+    parser.add_argument("--seconds", type=float, default=12.0, help="length of a window")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--islands", type=int, default=2)
-    parser.add_argument("--arms", nargs="*", help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--arms", nargs="*", help=f"arms to run, of {', '.join(ARMS)}")
     parser.add_argument("--size", default="1m")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--saved", type=Path, nargs="+", help="run nothing: all windows of these files, counted together")
+    parser.add_argument("--saved", type=Path, nargs="+", help="run nothing; show all windows of these files together")
     options = parser.parse_args()
     facts, found = read(options.saved) if options.saved else measured(options)
     if options.saved and options.out:
@@ -281,17 +280,17 @@ def read(paths: list[Path]) -> tuple[dict[str, Any], list[Measured]]:
     found: list[Measured] = []
     for path in paths:
         saved = json.loads(path.read_text())
-        # Files of earlier forms of this benchmark may say more.
+        # Files of older versions may have more fields.
         names = {field.name for field in dataclasses.fields(Measured)}
         found += [Measured(**{k: v for k, v in window.items() if k in names}) for window in saved.pop("found")]
         facts = facts or saved
         if saved != facts:
-            raise SystemExit(f"{path} is of other islands than {paths[0]}")
+            raise SystemExit(f"{path} has other islands than {paths[0]}")
     return facts, found
 
 
 def described(window: Measured) -> str:
-    sizes = f"{window.up_bytes / 1e3:9.1f} kB up, {window.down_bytes / 1e3:9.1f} kB down a step"
+    sizes = f"{window.up_bytes / 1e3:9.1f} kB up, {window.down_bytes / 1e3:9.1f} kB down per step"
     speed = f"{window.steps_per_s:7.2f} of {window.alone_steps_per_s:6.2f} steps/s"
     more = "  cut short" if window.cut_short else ""
     more += f"  merged every {window.merged_every:.1f}" if window.merged_every == window.merged_every else ""
@@ -299,7 +298,7 @@ def described(window: Measured) -> str:
 
 
 def in_groups(found: list[Measured]) -> list[list[Measured]]:
-    """The windows of each arm and bandwidth."""
+    """Windows grouped by arm and bandwidth."""
     groups: dict[tuple[str, float], list[Measured]] = {}
     for window in found:
         groups.setdefault((window.arm, window.mbit), []).append(window)
@@ -311,7 +310,7 @@ def mean_of(windows: list[Measured]) -> Measured:
         return statistics.mean(getattr(window, name) for window in windows)
 
     alone = mean("alone_steps_per_s")
-    # The mean of the shares, not of the speeds: each is measured against what the machine could do just then.
+    # The mean of the shares, not of the speeds: each share is relative to the machine's speed at that time.
     speed = alone * mean("share")
     steps = sum(window.steps for window in windows)
     cut_short = any(window.cut_short for window in windows)
@@ -320,7 +319,7 @@ def mean_of(windows: list[Measured]) -> Measured:
 
 
 def error_of(windows: list[Measured]) -> float | None:
-    """The standard error of the mean share, if there are several."""
+    """Standard error of the mean share; None for a single window."""
     if len(windows) < 2:
         return None
     return statistics.stdev(window.share for window in windows) / math.sqrt(len(windows))
@@ -339,7 +338,7 @@ def bars(found: list[Measured]) -> list[dict[str, object]]:
             if windows := by.get((arm, dp.mbit)):
                 mine, error = mean_of(windows), error_of(windows)
                 more = {"standard_error": None if error is None else round(error, 4), "turns": len(windows), **at}
-                more["merged_every"] = round(mine.merged_every, 1)  # a link that is full stretches H
+                more["merged_every"] = round(mine.merged_every, 1)  # a saturated link stretches H
                 ok = mine.share >= 0.95
                 lines.append({"bar": f"utilisation, {arm}", "value": round(mine.share, 4), "target": 0.95, "ok": ok, **more})
                 times = mine.share / dp.share

@@ -1,4 +1,4 @@
-"""Two islands train a Hugging Face causal language model from scratch, without a download: python examples/huggingface.py"""
+"""Train a small Hugging Face language model from scratch on two islands, offline: python examples/huggingface.py"""
 
 import tempfile
 from pathlib import Path
@@ -16,7 +16,7 @@ def island(index: int, address: str) -> None:
     text = torch.frombuffer(bytearray(Path(torch.__file__).read_bytes()), dtype=torch.uint8).long()
     model = LlamaForCausalLM(SHAPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    learner = skerry.join(address, model, optimizer, name=f"island-{index}")  # the line that makes it an island
+    learner = skerry.join(address, model, optimizer, name=f"island-{index}")  # this line makes the loop an island
     for step in range(100):
         starts = torch.randint(len(text) - 64, (8,))
         batch = torch.stack([text[start : start + 64] for start in starts])

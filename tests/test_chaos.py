@@ -375,6 +375,6 @@ def test_asking_where_no_run_is_supervised_gets_one_clear_line(tmp_path: Path) -
         ask(tmp_path, "kill island-0")
     (tmp_path / "config.json").write_text("{}")
     for _ in range(2):  # never supervised; and once, but no longer
-        with pytest.raises(ConfigError, match="no skerry train supervises .*; faults need one that is running"):
+        with pytest.raises(ConfigError, match="no skerry train supervises .*; start it, then inject faults"):
             ask(tmp_path, "kill island-0")
         (tmp_path / "chaos").mkdir(exist_ok=True)

@@ -185,7 +185,7 @@ def test_a_run_that_goes_on_is_not_touched_by_the_same_command(start_run, algori
     run.until(lambda: run.run_tokens() > 0, "the run to get going")
     again = start_run(without_end, 2, "--algorithm", algorithm)
     assert again.process.wait(60) == 1
-    assert "is being run by another skerry train" in again.output
+    assert "is already run by another skerry train" in again.output
     before = run.run_tokens()
     run.until(lambda: run.run_tokens() > before, "the first to go on")
     run.process.send_signal(signal.SIGINT)

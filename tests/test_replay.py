@@ -105,21 +105,21 @@ def test_what_was_otherwise_is_found_where_it_was(recorded: Path, tmp_path: Path
     other = copy(recorded, tmp_path / "other")
     change(other, "merged", 12, lambda entry: entry["shares"][0].update(weight=entry["shares"][0]["weight"] * 2, tokens=1))
     found = first_difference(recorded, other)
-    assert found is not None and found.startswith("outer step 13, version") and "other contributions, of island" in found
+    assert found is not None and found.startswith("outer step 13, version") and "different contributions of island" in found
     assert "outer step 13" in skerry("replay", str(recorded), "--against", str(other)).stdout
 
 
 def test_a_tape_that_does_not_explain_the_weights_is_refused_at_the_first_difference(recorded: Path, tmp_path: Path) -> None:
     other = copy(recorded, tmp_path / "other")
     change(other, "merged", 6, lambda entry: entry.update(outer_lr=entry["outer_lr"] * 1.0001))
-    with pytest.raises(ReplayError, match="outer step 7, version .*, does not come out as it was"):
+    with pytest.raises(ReplayError, match="outer step 7, version .*, does not match the recording"):
         list(Replay(other).run())
     shorter = copy(recorded, tmp_path / "shorter")
     share = tape(shorter, "merged")[-1]["shares"][0]
     for number, entry in enumerate(tape(shorter, "journaled")):
         if entry["session"] == share["session"] and entry["until"] >= share["at_step"]:
             change(shorter, "journaled", number, lambda entry: entry.update(until=entry["since"]))
-    with pytest.raises(ReplayError, match="the tape does not say what island-. did in step"):
+    with pytest.raises(ReplayError, match="the journal of island-. has a gap at step"):
         list(Replay(shorter).run())
 
 

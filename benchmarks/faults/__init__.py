@@ -1,1 +1,1 @@
-"""Parts of benchmarks/faults.py: the replicas' loops, a driver for each system, the faults and what is measured of them."""
+"""Parts of benchmarks/faults.py: the replicas' loops, a driver per system, the faults and their measurements."""

@@ -1,4 +1,4 @@
-"""Checkpoints of plain data-parallel training: weights, optimizer state and step in one file, whole or not at all."""
+"""Checkpoints of plain data-parallel training: weights, optimizer state and step in one file, written atomically."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from skerry.train.job import Job
 
 
 def state_of(job: Job) -> dict[str, Tensor]:
-    """Everything that training goes on from, by name. Not copies: they change with the next step."""
+    """All tensors needed to resume training, by name. These are not copies: the next step changes them."""
     tensors = {f"model.{name}": parameter.detach() for name, parameter in job.model.named_parameters()}
-    for place, optimizer in enumerate(job.optimizers):
+    for number, optimizer in enumerate(job.optimizers):
         for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             for key, value in optimizer.state[parameter].items():
-                tensors[f"optimizer.{place}.{index}.{key}"] = value
+                tensors[f"optimizer.{number}.{index}.{key}"] = value
     return tensors
 
 
 def save(path: Path, tensors: dict[str, Tensor], step: int) -> None:
-    beside = path.with_suffix(".new")
-    save_file(tensors, beside, metadata={"step": str(step)})
-    beside.rename(path)
+    partial = path.with_suffix(".new")
+    save_file(tensors, partial, metadata={"step": str(step)})
+    partial.rename(path)
 
 
 def restore(path: Path, job: Job) -> int:
-    """Put the last checkpoint into the job; returns its step, or 0 if there is none."""
+    """Load the last checkpoint into the job. Returns its step, or 0 if there is none."""
     if not path.exists():
         return 0
     with safe_open(path, framework="pt") as saved:
         for name, parameter in job.model.named_parameters():
             parameter.detach().copy_(saved.get_tensor(f"model.{name}"))
-        for place, optimizer in enumerate(job.optimizers):
+        for number, optimizer in enumerate(job.optimizers):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for key in saved.keys():  # noqa: SIM118 (not a dict)
                 kind, *where = key.split(".")
-                if kind == "optimizer" and int(where[0]) == place:
+                if kind == "optimizer" and int(where[0]) == number:
                     optimizer.state[parameters[int(where[1])]][where[2]] = saved.get_tensor(key)
         return int(saved.metadata()["step"])
 

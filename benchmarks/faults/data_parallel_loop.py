@@ -1,4 +1,4 @@
-"""A rank of plain data-parallel training that saves a checkpoint now and then and goes on from the last one when started."""
+"""A rank of plain data-parallel training that saves checkpoints and starts from the last one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A driver for each system: the same orders (start, make a fault, heal it, stop) and the same questions for all of them.
+"""A driver per system, all with the same commands (start, inject a fault, heal it, stop) and the same queries.
 
-Every system has two replicas, processes of one thread each, and a coordinator: the syncer, the lighthouse, or rank 0. What a
-driver is not told to stop and stops nevertheless is remembered as an exit.
+Every system has two replicas, processes with one thread each, and a coordinator: the syncer, the lighthouse, or rank 0. A
+process that ends without being told to counts as an exit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Driver:
     coordinator = ""
     faults: tuple[str, ...] = FAULTS
     waits = True
-    """Its replicas wait for each other: faults cost so much that they need not be measured many times."""
+    """Replicas wait for each other. A fault then costs several steps at least, so few measurements suffice."""
 
     def __init__(self, folder: Path, python: str) -> None:
         folder.mkdir(parents=True)
@@ -45,10 +45,10 @@ class Driver:
         self.exits: list[str] = []
         self._gone: set[str] = set()
 
-    # ------------------------------------------------------------ orders
+    # ------------------------------------------------------------ commands
 
     def start(self) -> None:
-        """Returns once every replica has taken a few steps."""
+        """Start everything and return once every replica has taken a few steps."""
         self.start_coordinator()
         for index in range(REPLICAS):
             self.start_replica(index)
@@ -68,7 +68,7 @@ class Driver:
         self.kill(replica_name(index))
 
     def slow(self, index: int, how: str | None) -> None:
-        """Make a replica a straggler ("busy" or "sleep"), or let it run at its own speed again (None)."""
+        """Make a replica a straggler ("busy" or "sleep"), or restore its speed (None)."""
         path = self.folder / f"{replica_name(index)}.slow"
         if how is None:
             path.unlink(missing_ok=True)
@@ -79,7 +79,7 @@ class Driver:
         (self.folder / f"{replica_name(index)}.nan").touch()
 
     def start_decoy(self) -> None:
-        """What starting the coordinator costs the machine, without a coordinator that anybody uses."""
+        """Start an unused coordinator, to measure what starting one costs the machine."""
 
     def kill_decoy(self) -> None:
         if "decoy" in self.children:
@@ -97,7 +97,7 @@ class Driver:
         self.run_until(lambda: False, seconds)
 
     def run_steps(self, index: int, count: int) -> list[Step]:
-        """Returns the next steps of a replica once it has taken them, or those it has when the time is up."""
+        """Wait for the next `count` steps of a replica and return them; fewer if it times out."""
         since = time.time()
         self.run_until(lambda: len(self.logs[index].steps(since)) >= count, STEPS_S)
         return self.logs[index].steps(since)[:count]
@@ -112,25 +112,25 @@ class Driver:
         return True
 
     def tend(self) -> None:
-        """Notice who has ended, and do what the system's own supervisor does about it."""
+        """Notice processes that ended, and react as the system's own supervisor would."""
         for name, child in self.children.items():
             if name not in self._gone and child.poll() is not None:
                 self._gone.add(name)
                 self.exits.append(name)
 
-    # ------------------------------------------------------------ questions
+    # ------------------------------------------------------------ queries
 
     def took_part(self, index: int, since: float) -> float:
-        """When this replica's work first became part of the others', after `since`; infinity if it has not yet."""
+        """When this replica's work first reached the common model after `since`; infinity if not yet."""
         raise NotImplementedError
 
     def kept(self, index: int, since: float, until: float) -> float:
-        """Share of a replica's inner steps in this stretch that became part of the common model."""
+        """Share of a replica's inner steps in this interval that reached the common model."""
         steps = self.logs[index].steps(since, until)
         return 1 - min(1.0, taken_back(steps) / len(steps)) if steps else 0.0
 
     def accused(self) -> str:
-        """Who the system says has sent something bad."""
+        """Replicas that the system blames for bad contributions."""
         return ""
 
     # ------------------------------------------------------------ processes
@@ -203,12 +203,12 @@ class Skerry(Driver):
 
 
 class Torchft(Driver):
-    """Its examples run each replica group under torchrun, which starts a process that has ended again."""
+    """torchft's examples run each replica group under torchrun, which restarts ended processes."""
 
     name = "torchft DiLoCo"
     coordinator = "lighthouse"
     quorum_retries = 0
-    """The default: a replica ends when one call to the lighthouse fails."""
+    """The default of 0 ends a replica when one call to the lighthouse fails."""
 
     def __init__(self, folder: Path, python: str) -> None:
         super().__init__(folder, python)
@@ -243,7 +243,7 @@ class Torchft(Driver):
 
 
 class TorchftRetries(Torchft):
-    """The same with the setting that it has for a lighthouse that goes away."""
+    """The same with torchft's setting for a lighthouse that goes away."""
 
     name = "torchft, 10 quorum retries"
     faults = ("outage", "long outage")
@@ -251,7 +251,7 @@ class TorchftRetries(Torchft):
 
 
 class DataParallel(Driver):
-    """Like torchrun: when a rank ends, the others are ended too, and all start again from the last checkpoint."""
+    """Like torchrun: when a rank ends, all ranks are stopped and restarted from the last checkpoint."""
 
     name = f"DDP, checkpoint every {CHECKPOINT_EVERY} steps"
     coordinator = "rank 0"
@@ -260,7 +260,7 @@ class DataParallel(Driver):
         super().__init__(folder, python)
         self._address = ""
         self._held: set[int] = set()
-        """Ranks whose machine is away: the group cannot start without them."""
+        """Ranks whose machine is down; the group cannot start without them."""
 
     def start_coordinator(self) -> None:
         self._held.discard(0)

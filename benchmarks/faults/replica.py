@@ -1,9 +1,9 @@
-"""One replica as a process: the job, the inner step, and the faults it is told to have. Each system brings its own loop.
+"""One replica as a process: the job, the inner step, and its faults. Each system has its own loop.
 
     python -m faults.replica SYSTEM FOLDER INDEX [ADDRESS]
 
-Faults are files in the folder: `NAME.slow` makes each step take SLOW_FACTOR times as long while it exists, `NAME.nan` sets
-all parameters to NaN once.
+Faults are files in the folder: while `NAME.slow` exists, steps take SLOW_FACTOR times as long; `NAME.nan` sets all parameters
+to NaN once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 REPLICAS = 2
 SLOW_FACTOR = 5
 WARM_UP_STEPS = 40
-"""The learning rate rises over these and then stays, in every system."""
+"""Learning-rate warm-up; constant afterwards, in every system."""
 
 
 def job_config() -> Config:
-    """The default job for two replicas of one thread, in its steady state: no budget, and no beginning with shorter periods."""
+    """The default job for two replicas with one thread each, in its steady state: no budget and no initial phase."""
     config = load(ROOT / "configs" / "default.toml")
     islands = dataclasses.replace(config.islands, count=REPLICAS, threads=1, device="cpu")
     sync = dataclasses.replace(config.sync, start_with=REPLICAS)
@@ -53,7 +53,7 @@ class Replica:
         self.log.event("built")
 
     def inner_step(self, step: int) -> float:
-        """Everything up to and with optimizer.step(), where the systems hook in. Returns the loss."""
+        """One inner step, including optimizer.step(), where the systems hook in. Returns the loss."""
         job = self.job
         job.set_lr(min(1.0, (self._own_steps + 1) / WARM_UP_STEPS))
         started = time.perf_counter()
@@ -72,8 +72,8 @@ class Replica:
         return loss
 
     def _linger(self, took_s: float, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """A straggler that sleeps leaves its core to the others, which then are faster than beside a replica of their own
-        speed. So it computes on, unless it is told to sleep."""
+        """Take longer. A sleeping straggler would leave its core to the others and make them faster, so it computes unless told
+        to sleep."""
         until = time.perf_counter() + (SLOW_FACTOR - 1) * took_s
         if self._slow.read_text() == "sleep":
             time.sleep(max(0.0, until - time.perf_counter()))

@@ -1,4 +1,4 @@
-"""The four faults, done to any driver, and what is measured of each."""
+"""The four faults, for any driver, and what is measured for each."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from faults.steps import median_gap, taken_back, times_without_step
 FAST, FAULTY = 0, 1
 PERIOD = job_config().sync.every
 AWAY_S = 3.0
-"""How long a killed replica stays away."""
+"""How long a killed replica stays down."""
 LIMIT_S = 90.0
-"""How long a system may take to be itself again before it counts as never."""
+"""A system that takes longer to recover counts as never recovering."""
 
 
 @dataclass(frozen=True)
 class Straggler:
     ratio: float
-    """The fast replica's speed beside a straggler over its speed beside a replica like itself: median over pairs of blocks."""
+    """The fast replica's speed with a straggler over its speed with an equally fast peer: median over pairs of blocks."""
     lowest: float
     highest: float
     even: float
-    """Steps per second beside a replica like itself."""
+    """Steps per second with an equally fast peer."""
 
 
 def straggler(driver: Driver, pairs: int, how: str) -> Straggler:
-    """Blocks with and without a straggler in turns, in one run: A B, B A, A B, ..., so that drift cancels out. The first period
-    of a block does not count; then whole periods do, so that it does not matter where an exchange falls."""
+    """Alternate blocks with and without a straggler in one run: A B, B A, A B, ..., so that drift cancels out. The first period
+    of a block is discarded. The rest is whole periods, so the timing of exchanges does not matter."""
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for pair in range(pairs):
         for slow in (False, True) if pair % 2 == 0 else (True, False):
@@ -47,19 +47,19 @@ def straggler(driver: Driver, pairs: int, how: str) -> Straggler:
 @dataclass(frozen=True)
 class Outage:
     stall: float
-    """How much longer than in a quiet stretch: `gap` less `quiet_gap`, at least 0."""
+    """`gap` minus `quiet_gap`, at least 0."""
     gap: float
-    """Longest time between two inner steps of any replica that was not killed, from the moment the coordinator is gone until it
-    works again, in steps: units of the median time between two. Median over the outages."""
+    """Longest time between two inner steps of any surviving replica, from the coordinator's death until all exchange again, in
+    units of the median step time. Median over the outages."""
     quiet_gap: float
-    """The same of equally long stretches before, in which a coordinator that nobody uses is killed and started again: on a
-    small machine that alone costs the replicas time."""
+    """The same for equally long intervals before, in which an unused coordinator is killed and restarted: on a small machine
+    that alone slows the replicas down."""
     gap_s: float
     back_s: float
-    """From the start of the new coordinator until every replica has taken part in an exchange."""
+    """From the restart of the coordinator until every replica has taken part in an exchange."""
     kept: float
-    """Share of the inner steps from the moment it was gone until two periods after that, which count in the end; the replica
-    with the least."""
+    """Share of the inner steps that reach the common model, from the coordinator's death until two periods after the recovery;
+    minimum over replicas."""
     exits: str
 
 
@@ -100,7 +100,7 @@ def _outage_once(driver: Driver, away_s: float, after_s: float) -> Outage:
         if worst_s / step_s > gap:
             gap, gap_s = worst_s / step_s, worst_s
     back_s = max(driver.took_part(index, started) for index in survivors) - started
-    driver.run_steps(survivors[-1], 2 * PERIOD)  # until every fragment had its turn
+    driver.run_steps(survivors[-1], 2 * PERIOD)  # until every fragment was exchanged
     kept = min(driver.kept(index, since, time.time()) for index in survivors)
     return Outage(gap - quiet, gap, quiet, gap_s, back_s, kept, ", ".join(driver.exits[exits_before:]))
 
@@ -108,9 +108,9 @@ def _outage_once(driver: Driver, away_s: float, after_s: float) -> Outage:
 @dataclass(frozen=True)
 class Poison:
     finite: float
-    """Share of the other replica's losses that are finite, in the third period after the NaN."""
+    """Share of the other replica's losses that are finite in the third period after the NaN."""
     faulty_finite: float
-    """The same of the replica that had it."""
+    """The same for the faulty replica."""
     accused: str
     exits: str
 
@@ -130,16 +130,16 @@ def poison(driver: Driver) -> Poison:
 @dataclass(frozen=True)
 class Kill:
     lost_steps: float
-    """What the other replica loses until the killed one is back: the time it spends without a step beyond what happened in the
-    quiet stretch before, in steps, and the steps that were thrown away."""
+    """What the other replica loses until the killed one is back: excess time without a step, compared with the interval before,
+    in steps; plus steps that were thrown away."""
     stall: float
-    """Its longest time without a step, in steps."""
+    """The other replica's longest time without a step, in steps."""
     quiet_stall: float
     rejoin_s: float
-    """From the start of the new process to its first part in the common model, less the time until its model was built."""
+    """From the start of the new process to its first contribution to the common model, less its start-up."""
     start_up_s: float
     exits: str
-    """Who else ended."""
+    """Other processes that ended."""
 
 
 def kill(driver: Driver) -> Kill:

@@ -1,4 +1,4 @@
-"""A Skerry island: the loop of the README."""
+"""A Skerry island, with the training loop of the README."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Step logs: every replica writes one JSON line for each inner step, whatever system it belongs to; all numbers come from here.
+"""Step logs: replicas of every system write one JSON line per inner step. All measurements come from these logs.
 
-A line is {"at": unix seconds, "step": n, "loss": x} or {"at": ..., "event": what, ...}. A replica that is started again goes on
-in the same file. `step` is the replica's place: work that a system throws away takes it back.
+A line is {"at": unix seconds, "step": n, "loss": x} or {"at": ..., "event": what, ...}. A restarted replica appends to the same
+file. `step` is the replica's progress: it goes back when a system throws work away.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def median_gap(steps: Sequence[Step]) -> float:
 
 
 def times_without_step(steps: Sequence[Step], since: float, until: float) -> list[float]:
-    """The gaps that end in the stretch; a replica that has not stepped again by its end has one that lasts up to there."""
+    """Gaps between steps that end in the interval, and the open gap from the last step to `until`."""
     ended = [gap for step, gap in zip(steps[1:], gaps(steps), strict=True) if since < step.at <= until]
     before = [step.at for step in steps if step.at <= until]
     return [*ended, until - max(before, default=since)]
 
 
 def taken_back(steps: Sequence[Step]) -> int:
-    """Steps whose work was thrown away: each was logged, and later the replica was at or before its place again."""
+    """Steps whose work was thrown away: logged, and later the replica was at or before that step again."""
     return sum(max(0, before.step + 1 - after.step) for before, after in itertools.pairwise(steps))

@@ -1,4 +1,4 @@
-"""A replica group of torchft's DiLoCo, of one process, set up as its examples do: synchronous quorum, gloo, HTTP recovery."""
+"""A single-process replica group of torchft's DiLoCo, set up as in its examples: synchronous quorum, gloo, HTTP recovery."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from faults.replica import Replica
 
 
 def loop(replica: Replica, address: str) -> None:
-    # Not a dependency of Skerry: only this benchmark needs it.
+    # Optional: only this benchmark needs torchft.
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
@@ -55,7 +55,7 @@ def loop(replica: Replica, address: str) -> None:
             if since_sync == sync.every:
                 since_sync = 0
                 if manager.current_step() == outer_step:
-                    step -= sync.every  # it did not commit: the model is as it was before these steps
+                    step -= sync.every  # not committed: the model is back to where it was before these steps
                     replica.log.event("discarded")
                 else:
                     replica.log.event("synced", participants=manager.num_participants(), outer_step=manager.current_step())

@@ -1,8 +1,8 @@
-"""Endless labelled pictures for the quality runs, drawn on the device that trains on them.
+"""Endless labelled pictures for the quality runs, generated on the training device.
 
-Every random choice of a sample is a hash of (seed, sample number, how many choices came before), so that a sample is the same
-in whatever batch it is drawn, and there is nothing to store or to wait for. All is arithmetic on whole batches: no loop over
-samples, no shape that depends on the data, no value that the host has to see.
+Every random choice is a hash of (seed, sample number, index of the choice), so a sample does not depend on its batch, and there
+is nothing to store or to wait for. Everything is arithmetic on whole batches: no loop over samples, no data-dependent shapes,
+no synchronization with the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ END = ord("\n")
 
 
 def _signed(value: int) -> int:
-    """The 64 bits of `value` as torch writes them."""
+    """The low 64 bits of `value` as a signed integer, as torch has them."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
@@ -33,19 +33,19 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """A shift to the right that fills up with zeros; torch's own repeats the sign."""
+    """Logical right shift; torch's own is arithmetic."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mixed(values: Tensor) -> Tensor:
-    """Spread 64-bit numbers so that neighbours have nothing in common (the finalizer of SplitMix64)."""
+    """Hash 64-bit numbers (the finalizer of SplitMix64)."""
     values = (values ^ _shifted(values, 30)) * _FIRST
     values = (values ^ _shifted(values, 27)) * _SECOND
     return values ^ _shifted(values, 31)
 
 
 class Draws:
-    """Random numbers for samples start..start+count-1 of a seed. The order of calls is part of what they give."""
+    """Random numbers for samples start..start+count-1 of a seed. Results depend on the order of calls."""
 
     def __init__(self, seed: int, start: int, count: int, device: torch.device) -> None:
         numbers = torch.arange(start, start + count, device=device)
@@ -67,7 +67,7 @@ class Draws:
         return _shifted(self._bits(each), 40).float() * 2.0**-24
 
     def normals(self, each: int) -> Tensor:
-        """`each` numbers for every sample, of mean 0 and deviation 1: sums of four even ones, close enough to a bell."""
+        """`each` numbers with mean 0 and deviation 1 for every sample: sums of four uniform ones, nearly normal."""
         bits = self._bits(each)
         total = sum((_shifted(bits, shift) & 0xFFFF for shift in (16, 32, 48)), bits & 0xFFFF)
         return (total.float() - 2 * 0xFFFF) * (3**0.5 / 65536)
@@ -78,7 +78,7 @@ def between(units: Tensor, low: float, high: float) -> Tensor:
 
 
 class Glyphs:
-    """Printable ASCII characters in many fonts: grey pictures (1, SIDE, SIDE) and which character it is.
+    """Printable ASCII characters in many fonts: grey pictures (1, SIDE, SIDE) with the character as label.
 
     Noise, low contrast and characters that look alike keep the loss of any model well above zero.
     """
@@ -89,7 +89,7 @@ class Glyphs:
     _FONT_SIZE = 34
     _BASELINE = 35
     _BANK_PER_PIXEL = 1.3
-    """At scale 1 a capital letter is then about 19 of the picture's 32 pixels high."""
+    """At scale 1 a capital letter is about 19 of 32 pixels high."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -112,14 +112,14 @@ class Glyphs:
             font = ImageFont.truetype(str(path), cls._FONT_SIZE)
             for character in cls.CHARACTERS:
                 picture = Image.new("L", (side, side))
-                # On the baseline, not centred in height: where a comma and an apostrophe are is what tells them apart.
+                # On the baseline, not centred vertically: position distinguishes a comma from an apostrophe.
                 ImageDraw.Draw(picture).text((side / 2, cls._BASELINE), character, fill=255, font=font, anchor="ms")
                 pictures.append(np.asarray(picture, dtype=np.float32) / 255)
         return torch.from_numpy(np.stack(pictures)).view(-1, cls.CLASSES, side, side)
 
     @classmethod
     def _font_files(cls, folder: Path) -> list[Path]:
-        """Fonts of text. The others that come with matplotlib hold symbols, or have some of them in place of letters."""
+        """Text fonts. matplotlib's other fonts contain symbols, some of them in place of letters."""
         from matplotlib.ft2font import FT2Font
 
         wanted = {ord(character) for character in cls.CHARACTERS}
@@ -144,7 +144,7 @@ class Glyphs:
         background = between(units[7], -0.5, 0.5)
         slope_x, slope_y = between(units[8], -0.02, 0.02), between(units[9], -0.02, 0.02)
         noise = between(units[10], 0.1, 0.55)
-        # Which place of the rendered character each pixel shows: the picture's changes backwards.
+        # Map each pixel back to the rendered character, by the inverse of the picture's transformation.
         x, y = self._x - shift_x, self._y - shift_y
         x, y = x * angle.cos() + y * angle.sin(), y * angle.cos() - x * angle.sin()
         x = (x - shear * y) / stretch
@@ -156,7 +156,7 @@ class Glyphs:
         return image.view(count, 1, SIDE, SIDE), label[:, 0]
 
     def _look_up(self, glyph: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Rendered characters at places between their pixels; beyond the margin, which is empty, it goes on empty."""
+        """Bilinear lookup in the rendered characters. Positions outside are clamped to the margin, which is empty."""
         side = self._BANK_SIDE
         x, y = x.clamp(0.0, side - 1.01), y.clamp(0.0, side - 1.01)
         left, top = x.floor(), y.floor()
@@ -168,9 +168,9 @@ class Glyphs:
 
 
 class Scenes:
-    """Three or four coloured shapes on a 3 × 3 board, and a caption that names them in some order and some words.
+    """Three or four coloured shapes on a 3 × 3 board, and a caption that names them with random words in random order.
 
-    Which words and which order cannot be known from the picture, so that the loss of any model stays above zero.
+    The picture does not determine words and order, so the loss of any model stays above zero.
     """
 
     _SHAPES = 4
@@ -216,7 +216,7 @@ class Scenes:
         assert longest < CAPTION_LENGTH, f"a caption and its end must fit into {CAPTION_LENGTH} characters, got {longest}"
 
     def _listed(self, words: object) -> Tensor:
-        """Put rows of words into the list of all words; returns their numbers in the same rows."""
+        """Add rows of words to the vocabulary. Returns their indices in the same layout."""
         rows = [list(row) for row in words]  # type: ignore[attr-defined]
         first = len(self._words)
         self._words += [word for row in rows for word in row]
@@ -235,7 +235,7 @@ class Scenes:
         colour = draws.integers(len(self._COLOURS), self._SHAPES)
         kind = draws.integers(len(self._KINDS), self._SHAPES)
         size = draws.integers(2, self._SHAPES)
-        # The first of a shuffled board: no two shapes have the same place.
+        # The first places of a shuffled board, so that no two shapes share one.
         place = draws.units(self._BOARD**2).argsort(dim=1, stable=True)[:, : self._SHAPES]
         there = torch.ones_like(colour)
         there[:, -1:] = draws.integers(2, 1)
@@ -247,7 +247,7 @@ class Scenes:
         cell = SIDE / self._BOARD
         centre_x = (place % self._BOARD + 0.5) * cell - 0.5 + between(jitter_x, -1.5, 1.5)
         centre_y = (place // self._BOARD + 0.5) * cell - 0.5 + between(jitter_y, -1.5, 1.5)
-        # The largest small one is larger than the smallest large one.
+        # Sizes overlap: the largest small shape is larger than the smallest large one.
         radius = (2.2 + 1.2 * size + between(grown, 0.0, 1.4))[:, :, None, None]
         inside = self._inside(self._x - centre_x[:, :, None, None], self._y - centre_y[:, :, None, None], radius)
         chosen = kind.view(count, self._SHAPES, 1, 1, 1).expand(-1, -1, 1, SIDE, SIDE)
@@ -264,7 +264,7 @@ class Scenes:
 
     @staticmethod
     def _inside(x: Tensor, y: Tensor, radius: Tensor) -> Tensor:
-        """How many pixels deep a place is inside each kind of shape, in the order of _KINDS: (count, shapes, kinds, y, x)."""
+        """Depth of each pixel inside each kind of shape, in pixels and the order of _KINDS: (count, shapes, kinds, y, x)."""
         across, along = x.abs(), y.abs()
         distance = (x * x + y * y).sqrt()
         circle = radius - distance
@@ -281,7 +281,7 @@ class Scenes:
         count = colour.shape[0]
         which_kind, which_other, says_size = (draws.integers(2, self._SHAPES) for _ in range(3))
         between_shapes = self._between_words[draws.integers(2, self._SHAPES)]
-        between_shapes[:, 0] = 0  # nothing comes before the first
+        between_shapes[:, 0] = 0  # nothing before the first shape
         slots = [
             between_shapes,
             self._size_words[size, which_other] * says_size,
@@ -289,7 +289,7 @@ class Scenes:
             self._kind_words[kind, which_kind],
             self._place_words[place, which_other] * (1 - says_size),
         ]
-        # Word 0 is empty: what is not said takes no room.
+        # Word 0 is empty, so omitted words take no room.
         words = (torch.stack(slots, dim=2) * there[:, :, None]).view(count, -1)
         ends = self._lengths[words].cumsum(1)
         starts = ends - self._lengths[words]

@@ -1,12 +1,12 @@
-"""Tables, a fit and a plot of all results of the quality harness, from its data.
+"""Write tables, a fit and a plot of all results of the quality harness.
 
     python benchmarks/quality/report.py [--check]
 
 Writes results/QUALITY.md from results/quality/*.jsonl, and docs/images/quality.svg from curves_11m.jsonl. With --check it only
-says whether the tables are as the data has them.
+checks that the tables are up to date.
 
-The gap of a run is its loss over that of data-parallel training, minus one: of the data-parallel runs with the same model,
-data, tokens, global batch, optimizer and seed, validated on as much, the one with the lowest loss, whatever its learning rate.
+The gap of a run is its loss over that of its baseline, minus one. The baseline is the data-parallel run with the lowest loss,
+at any learning rate, among those with the same model, data, tokens, global batch, optimizer, seed and validation size.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "results" / "quality"
 TABLES = ROOT / "results" / "QUALITY.md"
 PLOT = ROOT / "docs" / "images" / "quality.svg"
-NOT_OF_THE_HARNESS = {"gpu_smoke"}
-"""Runs of real processes, described in results/LOG.md."""
+OTHER_FILES = {"gpu_smoke"}
+"""Runs with real processes, described in results/LOG.md."""
 FIRST_PICTURE_MODELS = {"vision_10m"}
-"""Models of pictures began otherwise then, so that these runs are compared with each other alone."""
+"""Matrices with an older initialization of the picture models; compared only with each other."""
 
 Row = dict[str, Any]
 
@@ -37,17 +37,17 @@ Row = dict[str, Any]
 def read() -> dict[str, list[Row]]:
     found = {}
     for path in sorted(DATA.glob("*.jsonl")):
-        if path.stem not in NOT_OF_THE_HARNESS:
+        if path.stem not in OTHER_FILES:
             first = path.stem in FIRST_PICTURE_MODELS
             found[path.stem] = [{**json.loads(line), "first_models": first} for line in path.read_text().splitlines()]
     return found
 
 
 def compared_with(row: Row) -> tuple[Any, ...]:
-    """What a run and its baseline have in common."""
+    """What a run and its baseline must have in common."""
     config = row["config"]
     train, data = config["train"], config["data"]
-    model = from_mapping(ModelConfig, config["model"])  # with what was not there to be set when the run was made
+    model = from_mapping(ModelConfig, config["model"])  # fills in settings that are newer than the run
     return (
         row.get("subject", "text"), row["first_models"], model, data["corpus"], data["path"],
         train["tokens"], train["batch"] * config["islands"]["count"], train["optimizer"], train["seed"],
@@ -65,7 +65,7 @@ def baselines(rows: list[Row]) -> dict[tuple[Any, ...], float]:
 
 
 def by_setting(rows: list[Row]) -> dict[str, list[Row]]:
-    """Runs that differ in their seed alone, in the order they were first run."""
+    """Runs that differ only in their seed, in the order they were first run."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["name"].rsplit("/seed=", 1)[0], []).append(row)
@@ -97,23 +97,23 @@ def table(rows: list[Row], best: dict[tuple[Any, ...], float]) -> list[str]:
     return lines
 
 
-OF_THE_TREND = {
+TREND_RUNS = {
     "conditions_11m": ("m4/",),
     "confirm_25m": ("m4/",),
     "confirm_25m_500m": ("m4/",),
     "questions_11m": ("m4/",),
     "scale": ("m4/", "3m/m4/", "135m/m4/"),
 }
-"""Runs of four islands with the settings the defaults were made of, at whatever size and length, by matrix."""
+"""By matrix: runs of four islands with the default settings, of any size and length."""
 
 
-Place = tuple[float, float, float]
+Point = tuple[float, float, float]
 """Parameters, tokens and mean gap."""
 
 
-def fit(places: list[Place]) -> tuple[float, float, float]:
-    """a, size and length of gap = a · (parameters / 11M)^-size · (tokens / 131M)^-length, by least squares in the gap itself,
-    since some are below zero."""
+def fit(places: list[Point]) -> tuple[float, float, float]:
+    """Fit a, size and length of gap = a · (parameters / 11M)^-size · (tokens / 131M)^-length by least squares. Not in log
+    space, because some gaps are negative."""
     parameters, tokens, gaps = (np.array(column) for column in zip(*places, strict=True))
     best, found = math.inf, (0.0, 0.0, 0.0)
     for size, length in itertools.product(np.arange(-1, 3.01, 0.05), np.arange(-1, 3.01, 0.05)):
@@ -127,7 +127,7 @@ def fit(places: list[Place]) -> tuple[float, float, float]:
 
 def trend(found: dict[str, list[Row]], best: dict[tuple[Any, ...], float]) -> list[str]:
     measured: dict[tuple[float, float], list[float]] = {}
-    for matrix, names in OF_THE_TREND.items():
+    for matrix, names in TREND_RUNS.items():
         for row in found.get(matrix, []):
             gap = gap_of(row, best) if row["name"].startswith(names) else None
             if gap is not None:
@@ -156,14 +156,14 @@ def trend(found: dict[str, list[Row]], best: dict[tuple[Any, ...], float]) -> li
 
 
 def check_data(rows: list[Row]) -> None:
-    """Runs that are compared must have seen the same data; the oldest ones have not recorded which."""
+    """Check that compared runs saw the same data. The oldest runs did not record a fingerprint."""
     seen: dict[Any, str] = {}
     for row in rows:
         if "data" in row:
             config = row["config"]
             key = (row["subject"], config["data"]["corpus"], config["data"]["path"], config["model"]["context"])
             if seen.setdefault(key, row["data"]) != row["data"]:
-                raise SystemExit(f"{row['name']} saw other data than runs it is compared with")
+                raise SystemExit(f"{row['name']} saw other data than the runs it is compared with")
 
 
 def write() -> str:
@@ -193,7 +193,7 @@ def draw(rows: list[Row], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "skerry"  # the same data gives the same file
+    matplotlib.rcParams["svg.hashsalt"] = "skerry"  # makes the file reproducible
     import matplotlib.pyplot as plt
 
     figure, (whole, end) = plt.subplots(1, 2, figsize=(9, 3.8), width_ratios=(3, 2))
@@ -224,7 +224,7 @@ def main() -> None:
     text = write()
     if options.check:
         if not TABLES.exists() or TABLES.read_text() != text:
-            raise SystemExit(f"{TABLES.relative_to(ROOT)} is not what the data says: python benchmarks/quality/report.py")
+            raise SystemExit(f"{TABLES.relative_to(ROOT)} is out of date; run: python benchmarks/quality/report.py")
         return
     TABLES.write_text(text)
     curves = DATA / "curves_11m.jsonl"

@@ -2,12 +2,12 @@
 
     python benchmarks/quality/run.py benchmarks/quality/begin_11m.toml [MORE.toml ...] [--only PATTERN] [--workers 4]
 
-A line that is there already is not run again, so an interrupted matrix goes on where it was. The file has a [base] table
-(settings as in a config file), then [[arm]] tables: `name`, dotted settings to change, optional `seeds`, `conditions` and
-`grid` (lists to combine). Every arm sees the same data in the same order and ends at the same number of tokens.
+Runs that already have a line are skipped, so an interrupted matrix can be resumed. The file has a [base] table (settings as in
+a config file), then [[arm]] tables: `name`, dotted settings to change, and optional `seeds`, `conditions` and `grid` (lists to
+combine). Every arm sees the same data in the same order and ends at the same number of tokens.
 
-What is trained is the `subject` (subjects.py; "text" unless the file or the arm says otherwise). With `curve` = N, of the file
-or of the arm, a line also has N points [tokens, loss] of the global model along the run, measured on eval.tokens.
+`subject`, in the file or an arm, selects what is trained (subjects.py; default "text"). With `curve` = N, in the file or an
+arm, a line also has N points [tokens, loss] of the global model along the run, measured on eval.tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Arm:
     config: Config
     conditions: Conditions
     curve: int
-    """Points of its loss curve; 0 for none."""
+    """Number of points of the loss curve; 0 for none."""
 
     @property
     def parallel(self) -> bool:
@@ -54,7 +54,7 @@ class Arm:
 
     @property
     def batch(self) -> int:
-        """Samples of one step on the device."""
+        """Samples per step on the device."""
         return self.config.train.batch * (self.config.islands.count if self.parallel else 1)
 
     @property
@@ -93,18 +93,18 @@ def put(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 def as_recorded(config: Config, matrix: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with the matrix's name for the corpus instead of the place it was read from."""
+    """The settings, with the matrix's path of the corpus instead of the one given by --corpus-path."""
     settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     settings["data"]["path"] = matrix["corpus"]
     return settings
 
 
 class Curve:
-    """Losses of the global model at evenly spaced moments of a run. Only looks: no weight or state of the run changes."""
+    """Losses of the global model at evenly spaced token counts. Measuring does not change the run."""
 
     def __init__(self, points: int, config: Config, stepper: Stepper) -> None:
         self._config, self._stepper = config, stepper
-        # The last one is measured when the run has ended, which is later than when its budget is spent.
+        # The last point is measured at the end of the run, which is after the budget is spent.
         self._to_come = [config.train.tokens * k // points for k in range(1, points)]
         self.points: list[tuple[int, float]] = []
 
@@ -112,14 +112,14 @@ class Curve:
         return bool(self._to_come) and tokens >= self._to_come[0]
 
     def measure(self, tokens: int) -> None:
-        """Of the model as it is in the stepper now."""
+        """Measure the model in the stepper."""
         found = self._stepper.subject.validation(self._stepper.model, self._config.eval.tokens)
         self.points.append((tokens, found.loss))
         self._to_come = [moment for moment in self._to_come if moment > tokens]
 
 
 def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
-    """Do one run; what is known of it afterwards. The trained model is left in the stepper."""
+    """Do one run and return its result line. The trained model stays in the stepper."""
     config, samples = arm.config, stepper.subject.samples(arm.config.train.seed)
     curve = Curve(arm.curve, config, stepper) if arm.curve else None
     line: dict[str, Any] = {"name": arm.name, "subject": arm.subject, "data": stepper.subject.fingerprint}
@@ -131,7 +131,7 @@ def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
 
     def look_at_global(run: SequentialRun) -> None:
         if curve is not None and curve.due(run.core.tokens):
-            # Islands bring their own weights into the stepper before each of their steps.
+            # Safe: islands load their own weights into the stepper before each step.
             run.load_global()
             curve.measure(run.core.tokens)
 
@@ -166,7 +166,7 @@ def train(arm: Arm, stepper: Stepper) -> dict[str, Any]:
 
 
 def share_out(workers: int) -> None:
-    """Start this command several times over; each process takes the next run nobody has taken."""
+    """Run this command in several processes. Each one claims the next free run."""
     with tempfile.TemporaryDirectory() as claims:
         command = [sys.executable, *sys.argv, "--claims", claims]
         processes = [subprocess.Popen(command) for _ in range(workers)]
@@ -176,11 +176,11 @@ def share_out(workers: int) -> None:
             for process in processes:
                 process.terminate()
     if any(codes):
-        raise SystemExit("a worker failed; what it had taken on is not done")
+        raise SystemExit("a worker failed; the run it had claimed is not done")
 
 
 def claimed(claims: Path | None, name: str) -> bool:
-    """Whether this process may do that run."""
+    """Claim a run for this process. Returns False if another process has it."""
     if claims is None:
         return True
     try:
@@ -199,7 +199,7 @@ def read_matrix(path: Path, corpus_path: str | None) -> dict[str, Any]:
 
 
 class Bench:
-    """Does runs one after the other, and keeps what the next one may need again: data on the device, compiled steps."""
+    """Does runs one after the other, and reuses data on the device and compiled steps."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -209,7 +209,7 @@ class Bench:
     def stepper(self, arm: Arm) -> Stepper:
         key = subject_key(arm.subject, arm.config)
         if self._held is None or self._held[0] != key:
-            # One subject at a time: its data may take much of the device's memory.
+            # One subject at a time: its data may fill much of the device's memory.
             self._stepper_for.clear()
             self._held = key, build_subject(arm.subject, arm.config, self.device)
         if arm.shape not in self._stepper_for:
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "quality", help="folder (default: results/quality)")
     parser.add_argument("--corpus-path", help="folder to read instead of the matrix's data.path")
-    parser.add_argument("--workers", type=int, default=1, help="processes that share the matrices and the GPU")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes, which share the matrices and the GPU")
     parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.workers > 1 and options.claims is None:
@@ -255,7 +255,7 @@ def main() -> None:
             if arm.name in done or not fnmatch.fnmatch(arm.name, options.only):
                 continue
             if (time.monotonic() - started + last_s) / 60 > options.minutes:
-                print("out of time; the rest waits for the next call", flush=True)
+                print("out of time; run the same command again for the rest", flush=True)
                 return
             if not claimed(options.claims, f"{path.stem}/{arm.name}"):
                 continue

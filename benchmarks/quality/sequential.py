@@ -1,8 +1,8 @@
-"""Many learners in one process, one after the other, around the real core: the same decisions, merges and codecs as a run.
+"""Simulate many learners in one process, one after the other, around the real core: same decisions, merges and codecs as a run.
 
-Virtual time stands in for processes and sockets: a learner's step takes its step time, a transfer takes its delay. What the
-syncer decides, what learners send, when they adopt: all that is skerry.core, unchanged. One set of parameters lives on the
-device and learners' states are swapped through it, so a GPU compiles and captures the training step once.
+Virtual time replaces processes and sockets: a learner's step takes its step time, a transfer takes its delay. The decisions of
+the syncer and of the learners are those of skerry.core, unchanged. One set of parameters lives on the device and learners'
+states are swapped through it, so a GPU compiles and captures the training step once.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ from skerry.train.job import build_optimizers, half_cosine, lr_factor
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the world does to a run, in units of one inner step of the fastest learner."""
+    """External conditions of a run, in units of one inner step of the fastest learner, and experimental rules."""
 
     step_times: tuple[float, ...] = ()
-    """Relative step time of each learner; 1.0 for those not named."""
+    """Relative step time of each learner; 1.0 for learners beyond the end."""
     jitter: float = 0.02
-    """Steps take up to this share more or less, at random: with equal ones the same learner would come first every time, and
-    all others would be asked just before the end of a step."""
+    """Random variation of step times, as a share. With equal step times the same learner would always come first, and all
+    others would be asked just before the end of a step."""
     exchange_steps: float | None = None
-    """How long snapshot to fetched takes; by default a little less than the overlap τ."""
+    """Time from snapshot to fetched version; by default a little less than the overlap τ."""
     lost_share: float = 0.0
-    """Share of learner time lost to failures, each `outage_steps` long at random times."""
+    """Share of learner time lost to failures at random times, each `outage_steps` long."""
     outage_steps: float = 60.0
     restore: str = "own"
-    """Optimizer state of a learner that comes back: own, peer (of the one furthest on), or none, followed by a warm-up
-    as in a real island."""
+    """Optimizer state of a returning learner: own, peer (from the learner that is furthest), or none, followed by a warm-up as
+    in a real island."""
     final_outer_lr: float = 1.0
-    """An experiment that the library has not: the share of the outer step that is left when the budget is spent."""
+    """Experiment, not in the library: relative size of the outer step at the end of the budget."""
     adopt: str = ""
-    """An experiment of the same kind: "eager" carries, and does not wait for the merge with what can be foreseen of it. At its
-    snapshot a fragment takes the outer step before once more, with this learner's own share of it brought up to date (eager
-    updates, arXiv 2502.12996)."""
+    """Experiment: "eager" carries, and applies a prediction of the merge without waiting for it. At its snapshot a fragment
+    repeats the previous outer step, with this learner's own share replaced by its new progress (eager updates, arXiv
+    2502.12996)."""
     begin_adopt: str = ""
-    """Another: how fragments are adopted during the beginning, if not as afterwards."""
+    """Experiment: adoption rule during the initial phase, if different."""
     outer: str = ""
-    """Others: outer steps that know how old contributions are, or how few they are. "decay" shortens a contribution by half for
-    every version that it is behind (the decay of CGAD, arXiv 2605.09126, at ages far below its cut-off). "aligned" takes out
-    of a contribution from an older version what points against the momentum, tensor by tensor (as HeLoCo, arXiv 2606.00271,
-    corrects directions). "delayed" lets the momentum take part only after every M contributions, M being the islands (delayed
-    Nesterov, arXiv 2401.09135). "longer" raises the momentum to the power of the share of islands that are in the merge: it
-    forgets after as many contributions as always, not after as many merges. In the long run that makes steps as long as if
-    all were in it, so it is to be compared with `damp_absent = false` as well."""
+    """Experiment: outer steps that depend on the age or number of contributions. "decay" halves a contribution for every
+    version it is behind (the decay of CGAD, arXiv 2605.09126, at ages far below its cut-off). "aligned" removes from stale
+    contributions the component that points against the momentum, tensor by tensor (as HeLoCo, arXiv 2606.00271, corrects
+    directions). "delayed" applies the momentum only after every M contributions, for M islands (delayed Nesterov, arXiv
+    2401.09135). "longer" raises the momentum to the power of the share of islands in the merge, so that it decays per
+    contribution instead of per merge. In the long run its steps are as long as with all islands, so compare it with
+    `damp_absent = false` too."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -80,7 +80,7 @@ class Conditions:
 
 
 class Stepper:
-    """The device's training step: parameters and optimizer state that learners are swapped through."""
+    """The training step on the device. Learners' parameters and optimizer states are swapped through it."""
 
     def __init__(self, config: Config, subject: Subject, device: torch.device, batch: int) -> None:
         self.config, self.subject, self.device = config, subject, device
@@ -95,7 +95,7 @@ class Stepper:
         self._loss = torch.zeros((), device=device)
         self._initial = [tensor.clone() for tensor in self.tensors]
         self._outside: list[torch.optim.Optimizer] = []
-        """Optimizers whose step cannot be captured, because it reads its rate as a number (Muon). They step after it."""
+        """Optimizers whose step cannot be captured, because it reads the learning rate on the host (Muon)."""
         if device.type == "cuda":
             self._outside = [o for o in self.optimizers if any("capturable" not in group for group in o.param_groups)]
             for optimizer in self.optimizers:
@@ -126,7 +126,7 @@ class Stepper:
             optimizer.zero_grad(set_to_none=True)
 
     def _warm_up(self) -> None:
-        """Create the optimizer's state and capture the step, then forget what that did to the weights."""
+        """Create the optimizer state and capture the step, then reset the weights."""
         if self.device.type == "cuda":
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -156,7 +156,7 @@ class Stepper:
         self.reset(self.config)
 
     def reset(self, config: Config) -> None:
-        """Initial weights of this seed, for another run of the same shape."""
+        """Reset to the initial weights of this seed, for another run of the same shape."""
         fresh = self.subject.build(config, config.train.seed)
         self._initial = [tensor.detach().to(self.device) for _, tensor in model_tensors(fresh)]
         torch._foreach_copy_(self.tensors, self._initial)
@@ -197,16 +197,16 @@ class SequentialLearner:
     alive: bool = True
     life: int = 0
     cold_steps: int | None = None
-    """Since it came back without its optimizer's state."""
+    """Steps since the learner returned without optimizer state; None if it has one."""
     waits: bool = False
-    """In lock-step: for a merge without which it may not go on."""
+    """In lock-step: the learner waits for a merge."""
     staged: dict[int, Tensor] = field(default_factory=dict)
-    """In lock-step: fragments as they were when they were due."""
+    """In lock-step: snapshots of fragments, taken when they were due."""
     ready: dict[int, Tensor] = field(default_factory=dict)
     snapshots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     feedback: dict[int, Feedback | None] = field(default_factory=dict)
     outer_steps: dict[int, Tensor] = field(default_factory=dict)
-    """What the latest versions took off the ones before."""
+    """By fragment: previous version minus latest version."""
     last_progress: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -229,7 +229,7 @@ class SequentialRun:
         self._random, self._pace = random.Random(self.config.train.seed), random.Random(self.config.train.seed)
         self.sent_bytes = 0
         self._sent_in: Counter[int] = Counter()
-        """Bytes by stretch of H steps."""
+        """Bytes sent per interval of H steps."""
         self.published_bytes = 0
         fragments = self.layout.fragments
         self._send = [fragment_codec(self.sync.send, self.layout, fragment) for fragment in fragments]
@@ -239,9 +239,9 @@ class SequentialRun:
         self.lost_steps = 0
         self.members: list[int] = []
         self.ages: Counter[int] = Counter()
-        """Contributions by how many versions they were behind."""
+        """Number of contributions by age in versions."""
         self._delayed: dict[int, tuple[int, Tensor]] = {}
-        """By fragment: contributions that the momentum has not taken in yet, and the progress in them."""
+        """By fragment: number and summed progress of contributions that the momentum does not include yet."""
         times = list(conditions.step_times) + [1.0] * self.config.islands.count
         self.learners = [
             SequentialLearner(
@@ -259,18 +259,18 @@ class SequentialRun:
 
     @property
     def _rules(self) -> set[str]:
-        """Of adoption, all that may be in force at some time of the run."""
+        """All adoption rules that may apply at some time of the run."""
         return {self.sync.adopt, self.conditions.adopt, self.conditions.begin_adopt}
 
     @property
     def _adopt(self) -> str:
-        """The rule at this moment of the run."""
+        """The current adoption rule."""
         later = self.conditions.adopt or self.sync.adopt
         return self.conditions.begin_adopt or later if self.core.step < self.sync.begin.steps else later
 
     @property
     def peak_bytes_per_step(self) -> float:
-        """What one island sends in a step, over the H steps in which they send most."""
+        """Bytes one island sends per step, in the busiest interval of H steps."""
         return max(self._sent_in.values(), default=0) / self.sync.every / len(self.learners)
 
     # ------------------------------------------------------------ tensors
@@ -298,11 +298,11 @@ class SequentialRun:
     def _dispatch(self, event: m.Event) -> None:
         for learner in self.learners:
             if learner.waits or (learner.alive and learner.exchange.phase == "joining"):
-                self.core.bytes_moved(learner.name, self.now)  # it takes no steps, but it is not silent
+                self.core.bytes_moved(learner.name, self.now)  # waiting learners are not silent
         for action in self.core.handle(event, self.now).actions:
             if isinstance(action, m.Begin):
                 learner = self._by_name[action.learner]
-                self._settle(learner)  # what came out while it waited
+                self._settle(learner)  # adopt versions that were announced while it waited
                 learner.exchange.begin(action.step)
                 self._start_step(learner)
             elif isinstance(action, m.Ask):
@@ -324,7 +324,7 @@ class SequentialRun:
                     self._at(action.at, self._tick)
 
     def _tick(self) -> None:
-        """One wake-up is pending at a time; one that was asked for earlier than another replaces it."""
+        """Dispatch a Tick, unless an earlier wake-up has replaced this one."""
         if self._wake is not None and self.now >= self._wake:
             self._wake = None
             self._dispatch(m.Tick())
@@ -354,12 +354,12 @@ class SequentialRun:
             learner.staged[fragment] = self._read(learner.weights, fragment)
         self._settle(learner)
         self._dispatch(m.Reported(learner.name, exchange.step, exchange.totals.tokens, learner.step_time))
-        self._fail_perhaps(learner)
+        self._maybe_fail(learner)
         if learner.alive:
             self._go_on(learner)
 
     def _go_on(self, learner: SequentialLearner) -> None:
-        """Start the next step; in lock-step not before every merge that is overdue has come."""
+        """Start the next step. In lock-step, wait for overdue merges first."""
         learner.waits = learner.exchange.must_wait()
         if not learner.waits:
             self._start_step(learner)
@@ -369,7 +369,7 @@ class SequentialRun:
         self._at(self.now + learner.step_time * (1 + jitter), self._stepper_of(learner))
 
     def _settle(self, learner: SequentialLearner) -> None:
-        """A step boundary: adopt what has arrived, answer what can be answered."""
+        """At a step boundary: adopt fetched versions, then answer questions."""
         for version in learner.exchange.adoptable():
             values = learner.ready.pop(version.fragment)
             change, since = values, learner.exchange.uncounted_since(version).steps
@@ -380,7 +380,7 @@ class SequentialRun:
                 learner.snapshots[version.fragment] = {at: kept + change for at, kept in given.items() if at > since}
             else:
                 given.clear()
-            # What counts as given depends on the rule, which may be another one than the settings'.
+            # The exchange's accounting depends on the rule, which may differ from the settings.
             learner.exchange.sync = dataclasses.replace(self.sync, adopt=rule)
             self._write(learner.weights, version.fragment, change, rule)
             if "eager" in self._rules:
@@ -403,26 +403,26 @@ class SequentialRun:
             learner.exchange.given(answer)
             delta = self._sent(learner, question.fragment, answer.at.steps, values)
             if self._adopt == "eager":
-                values = self._foreseen(learner, question.fragment, values)
-            if self._rules & {"carry", "eager"}:  # now, or when this is adopted
+                values = self._predict(learner, question.fragment, values)
+            if self._rules & {"carry", "eager"}:  # now, or when the merge is adopted
                 learner.snapshots.setdefault(question.fragment, {})[answer.at.steps] = values
             offer = m.Contributed(
                 learner.name, question.fragment, question.round, answer.base, answer.steps, answer.tokens, answer.at.steps
             )
             self._at(self.now + self._delay, lambda offer=offer, delta=delta: self._arrive(offer, delta))
 
-    def _foreseen(self, learner: SequentialLearner, fragment: int, values: Tensor) -> Tensor:
-        """Puts what the next version will be like in place of a fragment whose progress was given."""
+    def _predict(self, learner: SequentialLearner, fragment: int, values: Tensor) -> Tensor:
+        """Replace a fragment that was just contributed by a prediction of its next version."""
         progress = learner.base[fragment] - values
         before, learner.last_progress[fragment] = learner.last_progress.get(fragment), progress
         if before is None or fragment not in learner.outer_steps:
             return values
-        foreseen = learner.base[fragment] - learner.outer_steps[fragment] - (progress - before) / len(self.learners)
-        self._write(learner.weights, fragment, foreseen)
-        return foreseen
+        prediction = learner.base[fragment] - learner.outer_steps[fragment] - (progress - before) / len(self.learners)
+        self._write(learner.weights, fragment, prediction)
+        return prediction
 
     def _sent(self, learner: SequentialLearner, fragment: int, at_step: int, values: Tensor) -> Tensor:
-        """What arrives of a learner's progress."""
+        """Encode and decode a learner's progress, as the syncer receives it."""
         codec, feedback = self._send[fragment], learner.feedback[fragment]
         progress = learner.base[fragment] - values
         missing = feedback.missing if feedback is not None else None
@@ -448,7 +448,7 @@ class SequentialRun:
         momentum, presence = order.outer_momentum, order.presence
         weights = [share.weight for share in order.shares]
         if rule == "decay":
-            # By its weight, so that with radial merging its direction counts for less as well as its length.
+            # Via the weight, so that with radial merging its direction counts less as well as its length.
             decayed = [weight * 0.5**age for weight, age in zip(weights, ages, strict=True)]
             presence *= sum(decayed) / sum(weights)
             weights = decayed
@@ -476,7 +476,7 @@ class SequentialRun:
         self._at(self.now, lambda: self._dispatch(m.Stored(order.fragment, order.version)))
 
     def _aligned(self, fragment: int, delta: Tensor) -> Tensor:
-        """Without what points against the momentum, tensor by tensor."""
+        """Remove the component that points against the momentum, tensor by tensor."""
         aligned = delta.float()
         sizes = [piece.numel for piece in self.layout.fragments[fragment].pieces]
         for part, heading in zip(aligned.split(sizes), self.states[fragment].momentum.split(sizes), strict=True):
@@ -486,7 +486,7 @@ class SequentialRun:
         return aligned
 
     def _delayed_step(self, order: m.Merge, before: FragmentState, progress: Tensor, lr: float) -> FragmentState:
-        """The momentum takes part after every M contributions, and all progress since in it."""
+        """Apply the momentum after every M contributions, with all progress since the last time."""
         count, held = self._delayed.pop(order.fragment, (0, torch.zeros_like(progress)))
         count, held = count + len(order.shares), held + progress
         if count < len(self.learners):
@@ -514,7 +514,7 @@ class SequentialRun:
 
         self._at(self.now + self._delay, arrive)
 
-    def _fail_perhaps(self, learner: SequentialLearner) -> None:
+    def _maybe_fail(self, learner: SequentialLearner) -> None:
         share = self.conditions.lost_share
         if not share or learner.exchange.phase != "training":
             return
@@ -545,8 +545,8 @@ class SequentialRun:
     def _join(self, learner: SequentialLearner) -> None:
         versions = tuple(fragment.version for fragment in self.core.fragments)
         self._dispatch(m.Hello(learner.name, f"{learner.name}-{learner.life}"))
-        for of_before in (learner.ready, learner.snapshots, learner.outer_steps, learner.last_progress):
-            of_before.clear()
+        for stale in (learner.ready, learner.snapshots, learner.outer_steps, learner.last_progress):
+            stale.clear()
         for index, version in enumerate(versions):
             values = self.states[index].public
             learner.base[index] = values
@@ -574,7 +574,7 @@ class SequentialRun:
 
 
 def run_data_parallel(config: Config, stepper: Stepper, samples: Draw, on_progress: Callable[[int], None] | None = None) -> int:
-    """The baseline: one learner with the global batch. Returns its tokens, which `on_progress` is told after every step."""
+    """The baseline: one learner with the global batch. Returns its tokens; `on_progress` gets them after every step."""
     stepper.reset(config)
     train = config.train
     batch = train.batch * config.islands.count

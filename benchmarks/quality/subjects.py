@@ -1,8 +1,8 @@
-"""What a quality run trains, and on what: text, pictures of characters, pictures with captions, or a teacher's answers.
+"""The subjects of quality runs, each a model with its data: text, pictures of characters, captions, or a teacher's labels.
 
-A subject owns its data on the device and knows how to build and validate its model. It knows nothing of islands, optimizers
-or schedules. Sample number n of a seed is always the same, whatever the batch it is read in: that is what lets data-parallel
-training and any number of islands see the same data.
+A subject owns its data on the device, and builds and validates its model. It does not know about islands, optimizers or
+schedules. Sample n of a seed does not depend on the batch it is read in, so data-parallel training and any number of islands
+see the same data.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from skerry.models.gpt import build_gpt
 from skerry.train.validate import Validation, validate
 
 HELD_OUT_SEED = -1
-"""Training has seeds from 0, so this one's samples are never trained on."""
+"""Training seeds are >= 0, so these samples are never trained on."""
 _LEAST_LENGTH = 2
-"""A context has at least two tokens, so that is what a sample without any counts for."""
+"""Samples without tokens count as two, the minimum of model.context."""
 _VALIDATED_AT_ONCE = 256
 _BLOCK = {"cpu": 256, "cuda": 4096}
-"""Pictures drawn at once. Drawing takes hundreds of small operations, which would cost a GPU more time than a training step."""
+"""Pictures drawn at once. Drawing takes hundreds of small kernels, which would take a GPU longer than a training step."""
 _BLOCKS_KEPT = 16
-"""Islands are not all at the same place of the data."""
+"""Islands read from different blocks at the same time."""
 
 Draw = Callable[[int, int], tuple[Tensor, Tensor]]
 """Samples start..start+count-1 as (x, y) on the device."""
@@ -45,14 +45,14 @@ Draw = Callable[[int, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Sample:
-    """What one sample looks like, so that inputs of a captured training step can be laid out before there is data."""
+    """Shape of a sample, to allocate the inputs of a captured training step."""
 
     x_shape: tuple[int, ...]
     x_dtype: torch.dtype
     y_shape: tuple[int, ...]
     y_dtype: torch.dtype
     tokens: int
-    """What one sample counts for in the budget of a run."""
+    """Tokens one sample counts in the budget."""
 
 
 class Subject(Protocol):
@@ -60,16 +60,16 @@ class Subject(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of the data, the held-out part too."""
+        """Fingerprint of the training and held-out data."""
 
     def build(self, config: Config, seed: int) -> nn.Module:
-        """A model with fresh weights on the CPU whose forward(x, y) is the mean loss."""
+        """A model with initial weights on the CPU. Its forward(x, y) is the mean loss."""
 
     def samples(self, seed: int) -> Draw:
         """The endless sequence of training samples of this seed."""
 
     def validation(self, model: nn.Module, tokens: int) -> Validation:
-        """Loss on about so many tokens of held-out samples, the same ones every time."""
+        """Loss on about this many tokens of held-out samples, always the same ones."""
 
 
 class TextSubject:
@@ -90,7 +90,7 @@ class TextSubject:
         return build_gpt(config.model, self._corpus.vocab, seed)
 
     def samples(self, seed: int) -> Draw:
-        """The same samples as skerry.data.windows, gathered on the device that trains on them."""
+        """The same samples as skerry.data.windows, gathered on the device."""
         windows = Windows(self._corpus.train, self._context, seed)
 
         def draw(start: int, count: int) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class TextSubject:
 
 
 class _DrawnSubject:
-    """What the subjects that draw their own samples have in common."""
+    """Base of the subjects that generate their samples."""
 
     sample: Sample
     _source: Glyphs | Scenes | Questions
@@ -113,7 +113,7 @@ class _DrawnSubject:
     @functools.cached_property
     def fingerprint(self) -> str:
         x, y = self._source.batch(HELD_OUT_SEED, 0, 64)
-        grey = x.mul(15).round().byte()  # not what the last bit of an operation on this device happens to be
+        grey = x.mul(15).round().byte()  # rounded, so that the fingerprint is the same on every device
         return f"{zlib.crc32(y.cpu().numpy().tobytes(), zlib.crc32(grey.cpu().numpy().tobytes())):08x}"
 
     def samples(self, seed: int) -> Draw:
@@ -152,14 +152,14 @@ class _DrawnSubject:
             yield self._source.batch(HELD_OUT_SEED, start, min(_VALIDATED_AT_ONCE, wanted - start))
 
     def _losses(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Nats of each sample, and what is counted of it."""
+        """Loss of each sample in nats, and its count."""
         assert isinstance(model, PictureModel)
         losses, counted = model.losses(x, y)
         return losses.sum(1), counted.sum(1)
 
 
 class GlyphSubject(_DrawnSubject):
-    """Characters in many fonts, turned, shifted and noisy, and a vision transformer that names them."""
+    """Noisy, transformed characters in many fonts, and a vision transformer that classifies them."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._source = Glyphs(device)
@@ -169,7 +169,7 @@ class GlyphSubject(_DrawnSubject):
         return ViT(config.model, Glyphs.CLASSES, seed)
 
     def accuracy(self, model: nn.Module, tokens: int) -> float:
-        """Share of the held-out characters that it names rightly."""
+        """Share of held-out characters classified correctly."""
         assert isinstance(model, ViT)
         with torch.no_grad():
             right = torch.cat([model.logits(x).argmax(-1) == y for x, y in self._held_out(tokens)])
@@ -177,7 +177,7 @@ class GlyphSubject(_DrawnSubject):
 
 
 class CaptionSubject(_DrawnSubject):
-    """Scenes of coloured shapes, and a decoder that reads the picture and writes what is in it."""
+    """Scenes of coloured shapes, and a decoder that writes captions."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._source = Scenes(device)
@@ -189,7 +189,7 @@ class CaptionSubject(_DrawnSubject):
 
 
 class TeacherSubject(_DrawnSubject):
-    """A small network that learns what another one thinks likely, from one drawn answer a question."""
+    """A small network that learns the predictions of another one from sampled labels."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._source: Questions = Questions(device)
@@ -205,7 +205,7 @@ class TeacherSubject(_DrawnSubject):
 
 
 def summary(sums: list[float], counts: list[float], tokens: int) -> Validation:
-    """Mean loss over everything counted, with the standard error of that ratio over samples."""
+    """Mean loss per count, with its standard error over samples."""
     samples, counted = len(sums), sum(counts)
     mean = sum(sums) / counted
     squares = sum((loss - mean * count) ** 2 for loss, count in zip(sums, counts, strict=True))
@@ -213,7 +213,7 @@ def summary(sums: list[float], counts: list[float], tokens: int) -> Validation:
     return Validation(mean, math.sqrt(variance * samples) / counted, tokens)
 
 
-_OF_THEIR_OWN_LENGTH = {"glyphs": PATCHES, "captions": PATCHES + CAPTION_LENGTH, "teacher": _LEAST_LENGTH}
+_SAMPLE_LENGTHS = {"glyphs": PATCHES, "captions": PATCHES + CAPTION_LENGTH, "teacher": _LEAST_LENGTH}
 SUBJECTS: dict[str, Callable[[Config, torch.device], Subject]] = {
     "text": TextSubject,
     "glyphs": GlyphSubject,
@@ -223,10 +223,10 @@ SUBJECTS: dict[str, Callable[[Config, torch.device], Subject]] = {
 
 
 def fitted(name: str, settings: Config) -> Config:
-    """The settings with the length of the subject's samples as model.context: schedules count steps by it."""
+    """The settings with model.context set to the subject's sample length, from which schedules compute steps."""
     if name not in SUBJECTS:
         raise ConfigError(f"subject must be one of {', '.join(SUBJECTS)}, got {name!r}")
-    length = _OF_THEIR_OWN_LENGTH.get(name, settings.model.context)
+    length = _SAMPLE_LENGTHS.get(name, settings.model.context)
     return dataclasses.replace(settings, model=dataclasses.replace(settings.model, context=length))
 
 

@@ -1,7 +1,7 @@
-"""Questions with answers drawn from what a fixed random network, the teacher, thinks likely, for a small network to learn.
+"""Synthetic classification: labels are drawn from the predictions of a fixed random network, the teacher.
 
-A sample has one label, and most of that is chance: gradients are noisy, how noisy depends on the batch alone, and a run takes
-seconds on a CPU. The validation loss is what the learner has above the least that is possible: the divergence from the teacher.
+A label is mostly chance, so gradients are noisy, the noise depends only on the batch size, and a run takes seconds on a CPU.
+The validation loss is the KL divergence from the teacher: the loss above the minimum that is possible.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CLASSES = 10
 _WIDTH, _DEPTH = 64, 3
 _TEACHER_SEED = 99
 _SURE = 30.0
-"""How much larger the teacher's last layer is than a learner's to begin with, so that it has opinions."""
+"""Scale of the teacher's last layer, relative to a fresh learner's, so that its predictions are not uniform."""
 
 
 class Network(nn.Module):
-    """Residual layers over the features; forward(x, y) is the mean loss."""
+    """A residual MLP. forward(x, y) is the mean loss."""
 
     def __init__(self, seed: int, *, last: float = 1.0) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Network(nn.Module):
 
 
 class Questions:
-    """Samples as pictures.py has them: each a hash of seed and number, whatever batch it is drawn in."""
+    """Samples, derived from a hash of seed and number as in pictures.py, independent of the batch."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -63,6 +63,6 @@ class Questions:
         return x, y
 
     def above_the_teacher(self, learner: Network, x: Tensor) -> Tensor:
-        """Nats of each sample that the learner loses and the teacher would not."""
+        """KL divergence of the learner from the teacher for each sample, in nats."""
         known = F.log_softmax(self.teacher.logits(x), dim=-1)
         return (known.exp() * (known - F.log_softmax(learner.logits(x), dim=-1))).sum(-1)

@@ -1,7 +1,7 @@
-"""Models of pictures for the quality runs: a classifier and a decoder that writes captions.
+"""Picture models for the quality runs: a classifier and a decoder that writes captions.
 
-Sizes come from the same presets as the GPT's. Every weight is a matrix in a linear layer, an embedding or a vector, because
-that is what optimizers and merging tell apart. Nothing here has a shape that depends on the data.
+Sizes come from the GPT's presets. Every weight is a matrix in a linear layer, an embedding or a vector, because optimizers and
+merging distinguish these. No shape depends on the data.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BYTES = 128
 _NORM_EPS = 1e-6
 _INIT_STD = 0.02
 _POSITION_STD = 0.3
-"""About what patches contribute. With much smaller ones all places look alike at first, and training begins with a plateau."""
+"""About the scale of the patches. Much smaller positions all look alike at first, and training starts with a plateau."""
 
 
 def patches(images: Tensor) -> Tensor:
-    """(batch, channels, SIDE, SIDE) as (batch, PATCHES, channels * PATCH²), around zero: a grey that all patches have in common
-    would hide what they differ in."""
+    """(batch, channels, SIDE, SIDE) as (batch, PATCHES, channels * PATCH²), centred around zero: a common grey would hide the
+    differences between patches."""
     batch, channels = images.shape[:2]
     across = SIDE // PATCH
     tiles = (2 * images - 1).view(batch, channels, across, PATCH, across, PATCH)
@@ -37,7 +37,7 @@ def patches(images: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Every place sees the places that `seen` allows, or all of them."""
+    """Self-attention with the mask `seen`, or over all positions."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, self.head_width).unbind(2)
-        # Under autocast norming may promote to fp32; attention wants all three in one type.
+        # Under autocast the norms may promote to fp32, but attention needs one dtype.
         q = F.rms_norm(q, (self.head_width,), eps=_NORM_EPS).to(v.dtype)
         k = F.rms_norm(k, (self.head_width,), eps=_NORM_EPS).to(v.dtype)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen)
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class PictureModel(nn.Module):
-    """Patches and learned positions, pre-norm blocks, and losses that may count some places and not others."""
+    """Patches, learned positions and pre-norm blocks. Losses may count only some positions."""
 
     def __init__(self, shape: GPTShape, channels: int, places: int) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class PictureModel(nn.Module):
 
     @torch.no_grad()
     def draw_weights(self, seed: int) -> None:
-        """From the seed alone; to be called when all layers are there."""
+        """Initialize all weights from the seed. Call it after all layers are created."""
         generator = torch.Generator().manual_seed(seed)
-        # What is added to the residual stream is drawn smaller, so that its size does not grow with the depth.
+        # Smaller weights into the residual stream, so that its scale does not grow with depth.
         added_std = _INIT_STD / math.sqrt(2 * self.shape.layers)
         for name, parameter in self.named_parameters():
             if name == "patch.weight":
@@ -98,17 +98,17 @@ class PictureModel(nn.Module):
                 parameter.normal_(std=added_std if added else _INIT_STD, generator=generator)
 
     def losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Nats, zero where nothing is counted, and what is counted (1 or 0); both (batch, places)."""
+        """Losses in nats, zero where not counted, and counts (1 or 0); both (batch, positions)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         losses, counted = self.losses(x, y)
-        # The empty batch that a training step is captured with counts nothing, and must not make NaN.
+        # The all-zero batch of the graph capture counts nothing and must not produce NaN.
         return losses.sum() / counted.sum().clamp(min=1)
 
 
 class ViT(PictureModel):
-    """Grey pictures to classes, by the mean over all patches."""
+    """Classify grey pictures, with mean pooling over patches."""
 
     def __init__(self, config: ModelConfig, classes: int, seed: int) -> None:
         super().__init__(shape_for(config, classes), channels=1, places=PATCHES)
@@ -128,7 +128,7 @@ class ViT(PictureModel):
 
 
 class Captioner(PictureModel):
-    """The picture's patches, then the caption. Patches see each other; a character sees the picture and what is before it."""
+    """A decoder over patches, then caption. Patches see all patches; a character sees the picture and earlier characters."""
 
     seen: Tensor
 
@@ -142,7 +142,7 @@ class Captioner(PictureModel):
         self.register_buffer("seen", seen, persistent=False)
 
     def losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        # A caption starts as it ends, so that the first character has something to be predicted from.
+        # END also starts a caption, so that the first character has an input.
         read = torch.cat((torch.full_like(y[:, :1], END), y[:, :-1]), dim=1)
         hidden = torch.cat((self.patch(patches(x)), self.embedding(read)), dim=1) + self.position.weight
         for block in self.blocks:

@@ -1,1 +1,1 @@
-"""Parts of the benchmark time_to_loss.py."""
+"""Parts of benchmarks/time_to_loss.py."""

@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmark, without processes: curves of loss against time, and how often to save."""
+"""The arithmetic of the benchmark: curves of loss over time, and the checkpoint interval."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ CALM = {"dp-calm", "decoupled-calm"}
 
 @dataclass
 class Arm:
-    """What one way of training did."""
+    """One kind of training, and its results."""
 
     name: str
     points: list[Point] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     """The run's tokens at each point."""
     kills: list[tuple[float, int, float]] = field(default_factory=list)
-    """(seconds since training began, worker, seconds away), as they were done."""
+    """(seconds since training began, worker, seconds down) of each actual kill."""
     start_up_s: float = 0.0
-    """From starting the first process to the first step, which the times above do not hold."""
+    """From the first process to the first step; not included in the times above."""
     checkpoint_every_s: float | None = None
     stopped_s: float | None = None
-    """When it was stopped before its budget was spent; whatever it had not reached then takes it longer than that."""
+    """When the arm was stopped before its budget was spent, if it was. Losses not reached by then take longer than this."""
 
     @property
     def seconds(self) -> float:
-        """Of the whole budget, or of what it came to."""
+        """Time of the whole budget, or until the arm was stopped."""
         return self.points[-1][0]
 
     @property
@@ -40,7 +40,7 @@ class Arm:
 
 
 def time_to(loss: float, points: Sequence[Point]) -> float | None:
-    """When a curve first comes down to a loss, on a straight line between two points; None if it does not."""
+    """When a curve first reaches a loss, by linear interpolation; None if it does not."""
     if points and points[0][1] <= loss:
         return points[0][0]
     for (before_s, above), (after_s, below) in pairwise(points):
@@ -50,20 +50,20 @@ def time_to(loss: float, points: Sequence[Point]) -> float | None:
 
 
 def time_to_keep(loss: float, points: Sequence[Point]) -> float | None:
-    """When a curve comes down to a loss and stays there; None if it ends above. A lucky copy does not count."""
-    above = [place for place, (_, value) in enumerate(points) if value > loss]
+    """When a curve reaches a loss and stays at or below it; None if it ends above."""
+    above = [index for index, (_, value) in enumerate(points) if value > loss]
     return time_to(loss, points[above[-1] :] if above else points)
 
 
 def common_loss(arms: dict[str, Arm]) -> float:
-    """What the worst of the arms under failures has at its end, so that all of these reach it but those that were stopped."""
+    """Final loss of the worst arm under failures, which all of them reach except those that were stopped."""
     counted = {key: arm for key, arm in arms.items() if key not in CALM or set(arms) <= CALM}
     ended = [arm.final_loss for arm in counted.values() if arm.stopped_s is None]
     return max(ended or [arm.final_loss for arm in counted.values()])
 
 
 def ratio(arms: dict[str, Arm], above: str, below: str, loss: float, for_good: bool = False) -> float | None:
-    """Of the times to that loss; no less than it really is, where the arm below was stopped before it was there."""
+    """Ratio of the times to that loss. An upper bound if the arm `below` was stopped before it got there."""
     if above not in arms or below not in arms:
         return None
     when = time_to_keep if for_good else time_to
@@ -72,15 +72,15 @@ def ratio(arms: dict[str, Arm], above: str, below: str, loss: float, for_good: b
 
 
 def young_daly_s(cost_s: float, mtbf_s: float, floor_s: float) -> float:
-    """The interval between checkpoints at which saving and work done again cost least together (Young 1974, Daly 2006)."""
+    """Checkpoint interval that minimizes the cost of saving plus repeated work (Young 1974, Daly 2006)."""
     return max(floor_s, math.sqrt(2 * cost_s * mtbf_s))
 
 
 def shares_of(rank: int, world: int, shares: int) -> list[int]:
-    """Which parts of a global batch a rank computes, when there may be fewer ranks than parts."""
+    """The parts of a global batch that a rank computes; there may be fewer ranks than parts."""
     return list(range(rank, shares, world))
 
 
 def weight_of(parts: int, world: int, shares: int) -> float:
-    """What a rank's mean loss over its parts counts, so that the mean over ranks, which DDP takes, is that of the batch."""
+    """Weight of a rank's mean loss over its parts, so that DDP's mean over ranks is the mean over the batch."""
     return parts * world / shares

@@ -1,8 +1,8 @@
-"""Data-parallel training under a trace of failures: a launcher that kills workers when the trace says so and restarts the job.
+"""Data-parallel training under a trace of failures: a launcher that kills workers by the trace and restarts the job.
 
-A death stops the job: a collective cannot go on without a member. The job starts again from its last checkpoint as soon as all
-workers are up; an elastic one goes on at once with those that are, and is stopped in good order, with a checkpoint, to take in
-one that is back. The launcher sees a death within a tenth of a second, which is quicker than timeouts in practice.
+A death stops the job, because collectives need all members. The job restarts from its last checkpoint as soon as all workers
+are up. An elastic job restarts at once with those that are up. When a worker is back, it writes a checkpoint and restarts with
+that worker. The launcher notices a death within 0.1 s, faster than timeouts in practice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from time_to_loss.worker import Orders
 
 POLL_S = 0.1
 SHORTEST_AWAY_S = 0.5
-"""As the supervisor of islands has it."""
+"""The same minimum as in the supervisor of islands."""
 SAY_EVERY_S = 10.0
 STOP_S = 30.0
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -43,11 +43,11 @@ class Launcher:
         self._arm, self._config, self._folder, self._cores, self._elastic = arm, config, folder, cores, elastic
         self._mtbf_s, self._sample_every_s, self._limit_s = mtbf_s, sample_every_s, limit_s
         self._faults = deque(faults)
-        self._diary = MetricsTail(folder / "diary.jsonl")
+        self._log = MetricsTail(folder / "log.jsonl")
         self._count = config.islands.count
         self._back_at = [0.0] * self._count
         self._members: dict[int, Child] = {}
-        """Processes of the job as it runs now, by worker; the first is rank 0. Empty while the job is stopped."""
+        """Running processes of the job by worker, rank 0 first. Empty while the job is stopped."""
         self._killed_since_start = self._trains = False
         self._began_at: float | None = None
         self._ended = False
@@ -60,15 +60,15 @@ class Launcher:
             while not self._ended:
                 if time.time() - (self._began_at or launched_at) > self._limit_s:
                     if self._began_at is None:
-                        raise SystemExit(f"{self._arm.name} has not begun after {self._limit_s:.0f} s; see --limit")
+                        raise SystemExit(f"{self._arm.name} has not started training after {self._limit_s:.0f} s; see --limit")
                     self._arm.stopped_s = time.time() - self._began_at
-                    self._say("stopped before its budget is spent; see --limit")
+                    self._say("stopped before its budget was spent; see --limit")
                     break
                 self._restart_if_possible()
                 time.sleep(POLL_S)
-                self._read_diary()
-                self._let_fail()
-                self._look_after()
+                self._read_log()
+                self._inject_failures()
+                self._check_workers()
         finally:
             self._stop()
         assert self._began_at is not None
@@ -77,7 +77,7 @@ class Launcher:
 
     # ------------------------------------------------------------ failures
 
-    def _let_fail(self) -> None:
+    def _inject_failures(self) -> None:
         now = time.time()
         while self._began_at is not None and self._faults and now - self._began_at >= (self._faults[0].at_s or 0.0):
             fault = self._faults.popleft()
@@ -90,7 +90,7 @@ class Launcher:
                 self._members[worker].signal(signal.SIGKILL)
                 self._killed_since_start = True
 
-    def _look_after(self) -> None:
+    def _check_workers(self) -> None:
         exits = [child.poll() for child in self._members.values()]
         if any(status not in (None, 0) for status in exits):
             if not self._killed_since_start:
@@ -98,12 +98,12 @@ class Launcher:
                 raise SystemExit(f"{self._arm.name}: a worker ended by itself:\n{logs}")
             self._stop()
         elif self._elastic and self._members and len(self._up()) > len(self._members):
-            self._say("a worker is back: restart with all that are up")
-            if self._trains:  # else there is nothing to save, and waiting for its start would cost time
+            self._say("a worker is back: restarting with all that are up")
+            if self._trains:  # otherwise there is nothing to save, and waiting for the start costs time
                 first = next(iter(self._members.values()))
                 first.signal(signal.SIGUSR1)
                 first.wait(STOP_S)
-                self._read_diary()
+                self._read_log()
             self._stop()
 
     def _up(self) -> list[int]:
@@ -134,7 +134,7 @@ class Launcher:
         for child in self._members.values():
             if child.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)  # each is the leader of its own group
+                    os.killpg(child.pid, signal.SIGKILL)  # each child leads its own process group
         for child in self._members.values():
             child.wait(STOP_S)
         if self._trains and not self._ended:
@@ -142,31 +142,31 @@ class Launcher:
         self._members, self._trains = {}, False
 
     def _copy_checkpoint(self) -> None:
-        """What a restart goes on from is a copy too: without it the curve would fall on a straight line while the job is down,
-        and a loss that was reached just before would seem to be reached long after."""
+        """Add the checkpoint of a restart to the samples. Otherwise the curve would fall linearly while the job is down, and a
+        loss reached just before would seem to be reached much later."""
         checkpoint = self._folder / "checkpoint.safetensors"
         if checkpoint.exists():
             at = checkpoint.stat().st_mtime
             path = self._folder / "samples" / f"checkpoint-{at:.3f}.safetensors"
             if path.exists():
-                return  # the job died again before it had written another
+                return  # the job died again before it wrote another one
             weights, step = weights_in(checkpoint)
             save(path, weights, step)
             train = self._config.train
             self._samples.append(Sample(at, path, step * train.batch * self._config.model.context * self._count))
 
-    # ------------------------------------------------------------ what it says of itself
+    # ------------------------------------------------------------ log
 
-    def _read_diary(self) -> None:
-        for record in self._diary.read():
+    def _read_log(self) -> None:
+        for record in self._log.read():
             if record["kind"] == "started":
                 self._began_at, self._trains = self._began_at or record["at"], True
-                self._say(f"{record['world']} workers go on from step {record['step']}")
+                self._say(f"{record['world']} workers continue from step {record['step']}")
             elif record["kind"] == "sample":
                 self._samples.append(Sample(record["at"], self._folder / "samples" / record["file"], record["tokens"]))
             elif record["kind"] == "checkpoints" and self._arm.checkpoint_every_s is None:
                 self._arm.checkpoint_every_s = record["every_s"]
-                self._say(f"a checkpoint costs {record['cost_s']:.3f} s: one every {record['every_s']:.1f} s")
+                self._say(f"a checkpoint takes {record['cost_s']:.3f} s, so one every {record['every_s']:.1f} s")
             elif record["kind"] == "progress" and record["at"] - self._said_at > SAY_EVERY_S:
                 self._said_at = record["at"]
                 self._say(f"{record['tokens']:,} of {self._config.train.tokens:,} tokens, loss {record['loss']:.3f}")

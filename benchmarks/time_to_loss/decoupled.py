@@ -1,6 +1,6 @@
-"""Decoupled training under a trace of failures: what `skerry train --chaos` does, with each island on a core of its own.
+"""Decoupled training under a trace of failures: like `skerry train --chaos`, with each island pinned to its own core.
 
-The supervisor and the driver of faults are Skerry's. Left out is the validator, which would take time from the islands.
+Uses Skerry's supervisor and chaos driver. There is no validator, because it would take time from the islands.
 """
 
 from __future__ import annotations

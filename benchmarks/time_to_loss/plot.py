@@ -1,4 +1,4 @@
-"""The curves as one picture: validation loss against time, with every death marked."""
+"""Plot the curves: validation loss over time, with every death marked."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from time_to_loss.curves import Arm, time_to
 
 COLOURS = {"data-parallel, restarts": "#E69F00", "data-parallel, elastic": "#009E73", "decoupled": "#0072B2"}
-"""Of Okabe and Ito, which survive colour blindness. Arms without failures have the colour of the arm with them, dashed."""
+"""Colour-blind safe palette of Okabe and Ito. Arms without failures are dashed, in the colour of the arm with failures."""
 
 
 def draw(arms: Sequence[Arm], loss: float, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg" if path.suffix == ".svg" else "agg")
-    matplotlib.rcParams["svg.hashsalt"] = "skerry"  # the same curves give the same file
+    matplotlib.rcParams["svg.hashsalt"] = "skerry"  # makes the file reproducible
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.5, 4.2))
@@ -33,9 +33,9 @@ def draw(arms: Sequence[Arm], loss: float, path: Path) -> None:
     longest = max(arm.seconds for arm in arms)
     kills = max((arm.kills for arm in arms), key=len)
     for number, (at_s, _, away_s) in enumerate(kills):
-        # A span on the time axis: from the death to the return. Two at once are darker.
+        # From death to restart. Overlapping spans are darker.
         end = min(at_s + away_s, longest)
-        axes.axvspan(at_s, end, color="#D1341F", alpha=0.09, linewidth=0, label=None if number else "a worker is away")
+        axes.axvspan(at_s, end, color="#D1341F", alpha=0.09, linewidth=0, label=None if number else "a worker is down")
     axes.axhline(loss, color="#666666", linewidth=0.8, linestyle=":")
     lowest = min(value for arm in arms for _, value in arm.points)
     axes.set(xlabel="seconds since training began", ylabel="validation loss", xlim=(0, longest * 1.02))

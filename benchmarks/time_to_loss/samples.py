@@ -1,4 +1,4 @@
-"""Copies of a run's model with the time at which they existed, validated once the run is over and takes no more time."""
+"""Copies of a run's model with their times, validated after the run so that validation takes no time from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sample:
 
 
 class Sampler:
-    """Copies the global model of a run folder every few seconds, in a thread beside the run."""
+    """Copies the global model of a run folder every few seconds, in a thread."""
 
     def __init__(self, folder: Path, every_s: float) -> None:
         self._folder, self._every_s = folder, every_s
@@ -53,19 +53,19 @@ class Sampler:
             while not self._stop.wait(self._every_s):
                 if read_standing(self._folder).phase == "running":
                     self._take()
-        except Exception as error:  # said by finished(): a curve with a hole must not pass for a whole one
+        except Exception as error:  # finished() raises it: a curve with a gap must not look complete
             self._error = error
 
     def _take(self) -> None:
         tokens = read_standing(self._folder).tokens
         tensors = read_model(self._folder)
-        at = time.time()  # fragments of it may be younger than the first that was read
+        at = time.time()  # after reading: fragments may be newer than the first one read
         path = self._folder / "samples" / f"{at:.3f}.safetensors"
         save_file(tensors, path)
         self._taken.append(Sample(at, path, tokens))
 
     def finished(self) -> list[Sample]:
-        """All samples, with the end of the run as the last, and times since training began."""
+        """All samples, with the end of the run as the last one; times since training began."""
         if self._error is not None:
             raise self._error
         self._take()
@@ -76,19 +76,19 @@ class Sampler:
 
 
 def read_span(folder: Path) -> tuple[float, float]:
-    """When training began and when the run had ended, by the tape; unix seconds."""
+    """When training began and when the run ended, by the tape, in unix seconds."""
     query = "SELECT min(CASE kind WHEN 'began' THEN at END), max(CASE kind WHEN 'ended' THEN at END) FROM tape"
     began_at, ended_at = ask(folder, lambda database: database.execute(query).fetchone())
     return float(began_at), float(ended_at)
 
 
 def measure(arm: Arm, samples: list[Sample], config: Config, at_once: int) -> None:
-    """Validate the samples into the arm's curve, some at once; their files are removed."""
+    """Validate the samples, `at_once` in parallel, into the arm's curve. Removes their files."""
     corpus = load_corpus(config.data, config.model.context)
     own = threading.local()
 
     def prepare() -> None:
-        torch.set_num_threads(1)  # holds for this thread
+        torch.set_num_threads(1)  # per thread
         own.model = build_gpt(config.model, corpus.vocab, config.train.seed)
 
     def loss_of(sample: Sample) -> float:

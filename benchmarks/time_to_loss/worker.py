@@ -1,10 +1,10 @@
-"""One rank of data-parallel training that goes on from the last checkpoint, as a process.
+"""One rank of data-parallel training, as a process that starts from the last checkpoint.
 
     python -m time_to_loss.worker ORDERS.json RANK
 
-A step always takes the whole global batch. Where there are fewer ranks than parts of it, a rank computes several parts as one.
-Rank 0 saves checkpoints, and copies of the weights for validation, in a thread beside the training. SIGUSR1 asks it to save
-once more and to end: how a planned restart begins.
+A step always uses the whole global batch. If there are fewer ranks than parts of it, a rank computes several parts at once.
+Rank 0 writes checkpoints, and copies of the weights for validation, in a thread. SIGUSR1 makes it write a last checkpoint and
+end, for a planned restart.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from time_to_loss.curves import shares_of, weight_of, young_daly_s
 
 PROGRESS_EVERY_S = 1.0
 CHECKPOINT_FLOOR_S = 1.0
-"""More often would cost more in files than it saves: half of this is lost at a failure, beside a start-up of seconds."""
+"""Minimum interval. A failure costs half of it on average, which is little compared with a start-up of seconds."""
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What the launcher tells all ranks of one start."""
+    """Settings from the launcher for all ranks of one start."""
 
     folder: str
     job_json: str
-    """The job; its islands.count is the number of parts of a global batch."""
+    """The job. Its islands.count is the number of parts of a global batch."""
     port: int
     world: int
     mtbf_s: float
@@ -51,7 +51,7 @@ class Orders:
 
 
 class Saver:
-    """Writes files one after the other in a thread, so that training does not wait for them."""
+    """Writes files in a thread, so that training does not wait for them."""
 
     def __init__(self) -> None:
         self._orders: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -71,10 +71,10 @@ class Saver:
 
 
 class Keeper:
-    """What rank 0 does besides: checkpoints, copies of the weights, and a diary of both."""
+    """Checkpoints, copies of the weights, and a log of both, for rank 0."""
 
     def __init__(self, folder: Path, job: Job, orders: Orders) -> None:
-        self.diary = MetricsWriter(folder / "diary.jsonl")
+        self.log = MetricsWriter(folder / "log.jsonl")
         self._folder, self._job, self._orders = folder, job, orders
         self._saver = Saver()
         self._step_tokens = job.step_tokens * job.config.islands.count
@@ -82,7 +82,7 @@ class Keeper:
         self._checkpoint_at = self._sample_at = self._progress_at = 0.0
 
     def begun(self, step: int) -> None:
-        self.diary.write("started", step=step, world=self._orders.world)
+        self.log.write("started", step=step, world=self._orders.world)
         if step == 0:
             self._sample(step)
 
@@ -98,7 +98,7 @@ class Keeper:
             self._sample(step)
         if now >= self._progress_at:
             self._progress_at = now + PROGRESS_EVERY_S
-            self.diary.write("progress", step=step, tokens=step * self._step_tokens, loss=float(loss))
+            self.log.write("progress", step=step, tokens=step * self._step_tokens, loss=float(loss))
 
     def close(self, step: int, finished: bool) -> None:
         if finished:
@@ -106,17 +106,17 @@ class Keeper:
         self._saver.close()
         if not finished:
             save(self._folder / "checkpoint.safetensors", state_of(self._job), step)
-        self.diary.write("ended" if finished else "stopped", step=step)
-        self.diary.close()
+        self.log.write("ended" if finished else "stopped", step=step)
+        self.log.close()
 
     def _measure_checkpoint(self, step: int) -> None:
-        """The first one is waited for: what it costs says how often to save. Later ones cost less, as nobody waits for them."""
+        """Write the first checkpoint synchronously: its cost determines the interval. Later ones run in the thread."""
         started = time.monotonic()
         save(self._folder / "checkpoint.safetensors", copied(state_of(self._job)), step)
         cost_s = time.monotonic() - started
         self._checkpoint_every_s = young_daly_s(cost_s, self._orders.mtbf_s, CHECKPOINT_FLOOR_S)
         self._checkpoint_at = time.monotonic() + self._checkpoint_every_s
-        self.diary.write("checkpoints", cost_s=cost_s, every_s=self._checkpoint_every_s)
+        self.log.write("checkpoints", cost_s=cost_s, every_s=self._checkpoint_every_s)
 
     def _sample(self, step: int) -> None:
         self._sample_at = time.monotonic() + self._orders.sample_every_s
@@ -125,7 +125,7 @@ class Keeper:
 
         def write() -> None:
             save(path, weights, step)
-            self.diary.write("sample", at=at, file=path.name, tokens=step * self._step_tokens)
+            self.log.write("sample", at=at, file=path.name, tokens=step * self._step_tokens)
 
         self._saver.do(write)
 
@@ -172,7 +172,7 @@ def run_rank(orders: Orders, rank: int) -> None:
     if keeper:
         keeper.close(step, finished=step >= steps)
     if step >= steps:
-        dist.barrier()  # nobody takes rank 0's end for a failure
+        dist.barrier()  # rank 0 ends last, so that no rank takes its end for a failure
         dist.destroy_process_group()
 
 

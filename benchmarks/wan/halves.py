@@ -1,5 +1,4 @@
-"""Two groups of processes that have equal shares of the same cores, whatever either of them does. Needs root, and the cpu
-controller of cgroups."""
+"""Two groups of processes, each limited to half of the same cores. Needs root and the cpu controller of cgroups."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ class Half:
         self._folder = folder
 
     def command(self, words: list[str]) -> list[str]:
-        """The same command, as one of this group from its first moment."""
+        """Wrap a command so that it joins this group before it starts."""
         return ["sh", "-c", f'echo $$ > {self._folder}/cgroup.procs && exec "$@"', "sh", *words]
 
 
@@ -42,7 +41,7 @@ def halves(cores: int) -> Iterator[tuple[Half, Half]]:
                 else:
                     (folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
         except OSError as error:
-            raise SystemExit(f"cores cannot be shared out in halves: {error}") from None
+            raise SystemExit(f"cannot limit groups to half of the cores: {error}") from None
         first, second = map(Half, made)
         yield first, second
     finally:
@@ -51,11 +50,11 @@ def halves(cores: int) -> Iterator[tuple[Half, Half]]:
 
 
 def _remove(folder: Path) -> None:
-    """What was in it may take a moment to be gone."""
+    """Remove the group. Its processes may take a moment to end."""
     for _ in range(20):
         try:
             folder.rmdir()
             return
         except OSError:
             time.sleep(0.1)
-    print(f"{folder} is left, with processes that do not end", file=sys.stderr)
+    print(f"{folder} could not be removed: it still has processes", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""One island of benchmarks/wan.py: trains the same model on the same data in one of several ways, and writes down each step.
+"""One island of benchmarks/wan.py: trains alone, data-parallel or with Skerry, and logs each step.
 
     loop.py WAY INDEX COUNT ADDRESS LOG JOB
 

@@ -1,8 +1,8 @@
-"""Hosts as network namespaces, joined by a switch of our own that gives each a link with a bandwidth and a delay.
+"""Hosts as network namespaces, joined by a user-space switch that gives each host a link with a bandwidth and a delay.
 
-Needs root. Frames are read from one end of each host's veth pair, held for as long as the link would take, and put out on
-another's; both bandwidth and delay can be changed while things run, and every byte is counted. What does not fit into a
-link's queue is dropped, as a router would.
+Needs root. The switch reads frames from one end of each host's veth pair, delays them as the link would, and sends them to the
+target's. Bandwidth and delay can change at any time, and every byte is counted. Frames that do not fit into a link's queue are
+dropped, as by a router.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Port:
         return bytes([2, 0x77, 0, 0, 0, self.number])
 
     def passes(self, way: str, size: int, now: float) -> float | None:
-        """When a frame that comes now is through this link, or None if its queue is full."""
+        """When a frame that arrives now has passed this link, or None if the queue is full."""
         if not self.mbit:
             return now
         rate = self.mbit * 1e6 / 8
@@ -62,7 +62,7 @@ class Port:
 
 
 class Switch:
-    """A star: what one host sends to another goes up its own link and down the other's."""
+    """A star: frames go up the link of their sender and down the link of their receiver."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._tag = f"{os.getpid() % 10_000}"
@@ -97,7 +97,7 @@ class Switch:
         run(*inside, "addr", "add", f"{NET}.{number}/24", "dev", "net0")
         run(*inside, "link", "set", "lo", "up")
         run(*inside, "link", "set", "net0", "up")
-        # Checksums left to hardware that is not there would be found wrong on arrival.
+        # There is no hardware to fill in offloaded checksums, so they would be wrong on arrival.
         run("ip", "netns", "exec", space, sys.executable, __file__, "net0")
         sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS))
         sock.bind((outer, 0))
@@ -109,15 +109,15 @@ class Switch:
         ready = selectors.DefaultSelector()
         for port in self.ports.values():
             ready.register(port.sock, selectors.EVENT_READ, port)
-        flying: list[tuple[float, int, Port, bytes]] = []
+        in_flight: list[tuple[float, int, Port, bytes]] = []
         order = 0
         while not self._stopping:
             now = time.monotonic()
-            while flying and flying[0][0] <= now:
-                _, _, port, frame = heapq.heappop(flying)
+            while in_flight and in_flight[0][0] <= now:
+                _, _, port, frame = heapq.heappop(in_flight)
                 with contextlib.suppress(OSError):
                     port.sock.send(frame)
-            wait = min(0.05, max(0.0, flying[0][0] - now)) if flying else 0.05
+            wait = min(0.05, max(0.0, in_flight[0][0] - now)) if in_flight else 0.05
             for key, _ in ready.select(wait):
                 with contextlib.suppress(BlockingIOError):
                     while True:
@@ -128,13 +128,13 @@ class Switch:
                             arrives = self._through(key.data, target, len(frame))
                             if arrives is not None:
                                 order += 1
-                                heapq.heappush(flying, (arrives, order, target, frame))
+                                heapq.heappush(in_flight, (arrives, order, target, frame))
 
     def _targets(self, source: Port, frame: bytes) -> list[Port]:
         known = self._by_mac.get(frame[:6])
         if known is not None:
             return [known]
-        # Broadcasts, by which addresses are found. Nothing else is of use here.
+        # Broadcasts carry ARP. Other unknown destinations are dropped.
         return [port for port in self.ports.values() if port is not source] if frame[:6] == b"\xff" * 6 else []
 
     def _through(self, source: Port, target: Port, size: int) -> float | None:

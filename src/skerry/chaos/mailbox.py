@@ -56,7 +56,7 @@ def ask(run: Path, text: str, timeout_s: float = ANSWER_S) -> str:
     if lock is not None:
         if lock >= 0:
             os.close(lock)
-        raise ConfigError(f"no skerry train supervises {run}; faults need one that is running")
+        raise ConfigError(f"no skerry train supervises {run}; start it, then inject faults")
     identity = uuid.uuid4().hex
     path, answer = folder / "requests" / f"{identity}.txt", folder / "answers" / f"{identity}.json"
     partial = path.with_suffix(".partial")

@@ -1,1 +1,1 @@
-"""Starting the parts of a run: processes on this machine."""
+"""Start and supervise the processes of a run on this machine."""

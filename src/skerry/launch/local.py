@@ -1,4 +1,4 @@
-"""A whole run on this machine: a syncer, its islands and a validator as processes that a supervisor watches."""
+"""Run a whole job on this machine: syncer, islands and validator as supervised processes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ if TYPE_CHECKING:
 
 
 def run_here(config: Config, plan: Plan | None = None, proxy: bool = False) -> Path:
-    """Train as configured, on this machine, and return the run folder. Ctrl-C stops everything and can be resumed.
+    """Train as configured on this machine and return the run folder. Ctrl-C stops all processes; the run can be resumed.
 
-    `plan` says what is to go wrong. Links can be harmed only through a proxy, which is there if the plan needs it or `proxy`
-    asks for it.
+    `plan` lists faults to inject. Link faults need a proxy, which is started if the plan needs it or `proxy` is set.
     """
     config = config.resolved()
     plan = plan or Plan()
     if config.algorithm == "dp" and (plan.timed(config.islands.count) or proxy):
-        raise ConfigError("chaos needs islands and a syncer, algorithm 'dp' has none")
+        raise ConfigError("chaos needs islands and a syncer; algorithm 'dp' has neither")
     if config.islands.shards and (proxy or plan.needs_proxy):
-        raise ConfigError("faults of links are made between islands and the syncer alone, so not with islands.shards")
+        raise ConfigError("link faults do not work with islands.shards: the proxy only covers links to the syncer")
     with _folder_for(config) as (folder, resumed):
         if config.algorithm == "dp":
             check_job(config)
@@ -52,7 +51,7 @@ def run_here(config: Config, plan: Plan | None = None, proxy: bool = False) -> P
 
 
 def _run_in(folder: Path, config: Config, resumed: bool, plan: Plan, proxy: bool) -> None:
-    _say_what_starts(config, folder, resumed)
+    _print_start(config, folder, resumed)
     supervisor = Supervisor(config, folder)
     if config.algorithm == "dp":
         supervisor.workers = _data_parallel_workers(config, folder)
@@ -69,7 +68,7 @@ def _run_in(folder: Path, config: Config, resumed: bool, plan: Plan, proxy: bool
 
 
 def _parts(config: Config, folder: Path, address: str, seen_by: dict[str, str]) -> list[Worker]:
-    """A syncer, its islands, each with the address at which it sees the syncer, and a validator."""
+    """The syncer, its shards, the islands and the validator. `seen_by` maps each island to its address of the syncer."""
     one_thread = {"OMP_NUM_THREADS": "1"}
     chaos = {ENVIRONMENT: str(folder.resolve() / "chaos")}
 
@@ -96,7 +95,7 @@ def _parts(config: Config, folder: Path, address: str, seen_by: dict[str, str]) 
 
 
 def _data_parallel_workers(config: Config, folder: Path) -> list[Worker]:
-    """Data-parallel workers live and die together, so none is started again."""
+    """Data-parallel workers without restarts: if one dies, all fail."""
     port = free_port()
     workers = []
     for rank in range(config.islands.count):
@@ -107,7 +106,7 @@ def _data_parallel_workers(config: Config, folder: Path) -> list[Worker]:
 
 
 def check_job(config: Config) -> tuple[Corpus, GPT]:
-    """The corpus and the initial model, which is also the quickest way to find out whether the settings make sense."""
+    """Load the corpus and build the initial model. Also the quickest check of the settings."""
     from skerry.data.corpus import load_corpus
     from skerry.models.gpt import build_gpt
     from skerry.train.job import load_weights_file, pick_device
@@ -121,15 +120,15 @@ def check_job(config: Config) -> tuple[Corpus, GPT]:
 
 
 def create_job(config: Config, folder: Path) -> None:
-    """Make a run folder: initial weights, settings, an empty tape."""
+    """Create a run folder: settings, initial weights, an empty tape."""
     from skerry.syncer.storage.create import create_run
     from skerry.syncer.storage.run_folder import is_run
     from skerry.tensors.model import model_tensors
 
     if is_run(folder):
-        raise StoreError(f"{folder} already holds a run")  # before its settings are written over
+        raise StoreError(f"{folder} already holds a run")  # before its settings are overwritten
     _, model = check_job(config)
-    # First: a folder with settings but no run is one whose making was cut short, and is made anew.
+    # Settings first: a folder with settings but no run is an interrupted creation, which is then repeated.
     _make(folder, config)
     create_run(folder, model_tensors(model), config.sync, to_json(config))
 
@@ -144,7 +143,7 @@ def write_config(config: Config, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """The job's settings. A file that is missing or damaged is written again from the run's own copy of them."""
+    """Read the job's settings. If config.json is missing or damaged, restore it from the copy in run.json."""
     from skerry.syncer.storage.run_folder import read_identity
 
     path = folder / "config.json"
@@ -155,23 +154,23 @@ def read_config(folder: Path) -> Config:
             if job_json := read_identity(folder).job_json:
                 config = typing.cast(Config, from_json(Config, job_json))
                 write_config(config, folder)
-                print(f"{path} was missing or damaged and is written again from run.json", flush=True)
+                print(f"{path} was missing or damaged; restored it from run.json", flush=True)
                 return config
         raise ConfigError(f"{path}: {error}") from None
 
 
 @contextlib.contextmanager
 def _folder_for(config: Config) -> Iterator[tuple[Path, bool]]:
-    """The folder to use, and whether an unfinished run of the same job goes on in it. Nobody else runs there meanwhile."""
+    """Lock and yield the folder to use, and whether it holds an unfinished run of the same job to resume."""
     wanted = Path(config.run)
     for number in range(1, 10_000):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         folder.mkdir(parents=True, exist_ok=True)
         with _claimed(folder):
             if not (folder / "result.json").exists():
-                yield folder, _goes_on(folder, config)
+                yield folder, _can_resume(folder, config)
                 return
-    raise ConfigError(f"{wanted} and its numbered followers are all taken")
+    raise ConfigError(f"{wanted} and its numbered successors are all taken")
 
 
 @contextlib.contextmanager
@@ -181,28 +180,28 @@ def _claimed(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunFailed(f"{folder} is being run by another skerry train") from None
+            raise RunFailed(f"{folder} is already run by another skerry train") from None
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # if nothing came of it
+                folder.rmdir()  # only if it is empty
     finally:
         os.close(descriptor)
 
 
-def _goes_on(folder: Path, config: Config) -> bool:
-    """Whether there is something to go on with. What is left of a run of this job that was never made is removed."""
+def _can_resume(folder: Path, config: Config) -> bool:
+    """Whether the folder holds a run of this job to resume. Remains of an interrupted creation are removed."""
     from skerry.syncer.storage.run_folder import is_run
 
-    there = config.algorithm != "dp" and is_run(folder)
-    if not (folder / "config.json").exists() and not there:
+    exists = config.algorithm != "dp" and is_run(folder)
+    if not (folder / "config.json").exists() and not exists:
         return False
     if read_config(folder) != config:
         raise ConfigError(
-            f"{folder} holds an unfinished run with other settings; finish it, remove it, or give --run another folder"
+            f"{folder} holds an unfinished run with other settings; finish it, remove it, or choose another folder with --run"
         )
-    if there:
+    if exists:
         return True
     for left in folder.iterdir():
         if left.is_dir() and not left.is_symlink():
@@ -213,7 +212,7 @@ def _goes_on(folder: Path, config: Config) -> bool:
 
 
 def _gpus(config: Config) -> list[str]:
-    """Those that islands take in turn, one each; none if there is no choice, or the settings name one."""
+    """GPUs to assign to islands round-robin. Empty if there is at most one, or the settings name one."""
     import torch
 
     from skerry.train.job import pick_device
@@ -230,13 +229,13 @@ def _threads_for_island(config: Config) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(island_threads(config))}
 
 
-def _say_what_starts(config: Config, folder: Path, resumed: bool) -> None:
+def _print_start(config: Config, folder: Path, resumed: bool) -> None:
     from skerry.train.job import island_threads, pick_device
 
     count, device = config.islands.count, pick_device(config.islands.device)
     where = f"{count} islands x {island_threads(config)} thread{'s' if island_threads(config) > 1 else ''} on {cores()} cores"
     if device.type == "cpu" and count * island_threads(config) > cores():
-        where += " (they share cores, so each is slower than it would be alone)"
+        where += " (islands share cores, so each is slower than alone)"
     if device.type == "cuda":
-        where = f"{count} islands on {device}" + (f", {len(gpus)} GPUs in turn" if (gpus := _gpus(config)) else "")
+        where = f"{count} islands on {device}" + (f", {len(gpus)} GPUs round-robin" if (gpus := _gpus(config)) else "")
     print(f"{'resuming' if resumed else 'starting'} {config.algorithm} run in {folder}: {where}", flush=True)

@@ -1,6 +1,6 @@
-"""Child processes: started in their own session, logged to a file, and never left behind.
+"""Child processes: each in its own session, logged to a file, and never orphaned.
 
-A child also watches its parent by itself (see `die_with_parent`), so that even a parent killed with -9 leaves nothing running.
+Children end with their parent even if it is killed with SIGKILL; see `die_with_parent`.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                # Ctrl-C in a terminal goes to the whole group; the parent decides what children do about it.
+                # A terminal sends Ctrl-C to the whole process group; here the parent alone handles it.
                 start_new_session=True,
             )
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs (or was never started)."""
+        """The exit status, or None while the child runs or before it was started."""
         return self._process.poll() if self._process is not None else None
 
     def wait(self, timeout_s: float) -> int | None:
@@ -71,7 +71,7 @@ class Child:
                 self._process.send_signal(number)
 
     def stop(self, timeout_s: float = STOP_S) -> None:
-        """Ask it to end; insist if it does not."""
+        """Send SIGTERM, then SIGKILL if the child has not ended within the timeout."""
         if self._process is None or self._process.poll() is not None:
             return
         self.signal(signal.SIGTERM)
@@ -88,7 +88,7 @@ class Child:
 
 
 def die_with_parent() -> None:
-    """In a child: ask the kernel to end this process when its parent ends, however that happens. Linux only."""
+    """Call in a child: the kernel ends this process when its parent ends for any reason. Linux only."""
     parent = os.environ.get(_PARENT)
     if parent is None or not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,4 @@
-"""For scripts that bring their own loop: make a run from a model, and serve it from a syncer process on this machine."""
+"""Create a run from a model and serve it from a syncer process on this machine, for scripts with their own loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skerry.tensors.model import model_tensors
 
 
 def create(folder: str | Path, model: nn.Module, sync: SyncConfig | None = None) -> Path:
-    """Make a run folder whose initial weights are this model's. Learners that join later take them from there."""
+    """Create a run folder with this model's weights as the initial ones. Learners fetch them when they join."""
     folder = Path(folder)
     create_run(folder, model_tensors(model), sync or SyncConfig())
     return folder
@@ -23,8 +23,7 @@ def create(folder: str | Path, model: nn.Module, sync: SyncConfig | None = None)
 
 @contextlib.contextmanager
 def serve(folder: str | Path, port: int = 0, shards: int = 0) -> Iterator[str]:
-    """Run a syncer for this folder as a process of its own, with as many more as it has shards; gives its address and stops
-    them at the end."""
+    """Run a syncer process for this folder, plus one process per shard. Yields its address and stops the processes on exit."""
     port = port or free_port()
     address = f"127.0.0.1:{port}"
     commands = {"syncer": ["syncer", str(folder), "--address", address, "--shards", str(shards)]}

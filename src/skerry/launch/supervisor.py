@@ -1,4 +1,4 @@
-"""Watches the processes of a run, starts them again when they die, shows how the run goes, and lets chaos do its work."""
+"""Supervise the processes of a run: restart those that die, show progress, and drive chaos."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLL_S = 0.2
 RESTART_PAUSE_S = 0.5
 DISMISS_S = 5.0
 HEALTHY_S = 60.0
-"""A part that ran this long before it died is given its restarts anew."""
+"""A part that ran at least this long before it died gets its full number of restarts back."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Worker:
     started_at: float = 0.0
     start_again_at: float | None = None
     down_s: float | None = None
-    """It was killed on purpose and is to stay away for so long; such deaths do not use up its restarts."""
+    """Set when chaos kills the part: how long it stays down. Such deaths do not use up restarts."""
     done: bool = False
 
 
@@ -70,7 +70,7 @@ class Supervisor:
                 self._start(worker)
             while not all(worker.done for worker in self.workers) and not self._interrupted:
                 time.sleep(POLL_S)
-                self._look_after()
+                self._check_workers()
                 for record in tail.read():
                     status.apply(record)
                     accountant.apply(record)
@@ -90,7 +90,7 @@ class Supervisor:
             for number, handler in previous.items():
                 signal.signal(number, handler)
         if self._interrupted:
-            again = "" if self._config.algorithm == "dp" else "; the same command goes on from here"
+            again = "" if self._config.algorithm == "dp" else "; the same command resumes it"
             print(f"stopped{again}: {self._folder}", flush=True)
             raise SystemExit(130)
         if plot_run(self._folder / "metrics.jsonl", self._folder / "loss.png"):
@@ -123,14 +123,14 @@ class Supervisor:
             if self.driver is not None:
                 self.driver.restarted(worker.child.name, worker.child.pid)
 
-    # ------------------------------------------------------------ what chaos does to the parts
+    # ------------------------------------------------------------ called by chaos
 
     def runs(self, part: str) -> bool:
         worker = self._worker(part)
         return worker is not None and worker.start_again_at is None
 
     def kill(self, part: str, down_s: float) -> None:
-        """Kill a part, and start it again no sooner than after `down_s`."""
+        """Kill a part and restart it after `down_s` at the earliest."""
         worker = self._worker(part)
         if worker is not None and worker.start_again_at is not None:
             worker.start_again_at = max(worker.start_again_at, time.monotonic() + down_s)
@@ -146,9 +146,9 @@ class Supervisor:
     def _worker(self, part: str) -> Worker | None:
         return next((worker for worker in self.workers if worker.child.name == part and not worker.done), None)
 
-    # ------------------------------------------------------------ what happens to them anyway
+    # ------------------------------------------------------------ restarts
 
-    def _look_after(self) -> None:
+    def _check_workers(self) -> None:
         now = time.monotonic()
         for worker in self.workers:
             if worker.done:
@@ -165,7 +165,7 @@ class Supervisor:
         self._dismiss_islands(now)
 
     def _dismiss_islands(self, now: float) -> None:
-        """Once the run has ended and the syncer is gone, an island that was just starting again has nowhere to go."""
+        """Once the syncer has ended, stop islands and shards that are restarting or linger: there is nothing to join."""
         if self._ended_at is None:
             if not any(worker.done and worker.child.name == "syncer" for worker in self.workers):
                 return
@@ -190,13 +190,13 @@ class Supervisor:
             raise RunFailed(
                 f"{worker.child.name} ended with {how}"
                 + (f" after {worker.used} restarts" if worker.used else "")
-                + f"; the end of its log:\n{worker.child.last_lines()}"
+                + f"; last lines of its log:\n{worker.child.last_lines()}"
             )
         worker.used += 1
         worker.start_again_at = now + RESTART_PAUSE_S
 
     def _stop_all(self) -> None:
-        """Islands leave first, while there is still a syncer to take leave of."""
+        """Stop islands first, because they say goodbye to the syncer."""
         for last in (False, True):
             group = [worker for worker in self.workers if worker.child.name.startswith(("syncer", "shard-")) == last]
             for worker in group:
@@ -207,9 +207,9 @@ class Supervisor:
 
 
 def _meaning(number: int) -> str:
-    """In words, and what a user could do about it."""
+    """The signal's name, with a hint where the user can do something."""
     meaning = signal.strsignal(number) or "unknown"
     if number == signal.SIGILL:
-        # Some virtual machines name abilities of their CPU that they do not pass on.
+        # Some virtual machines advertise CPU features that they do not support.
         meaning += "; if it trains in bf16 on a CPU, try ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
     return meaning

@@ -1,1 +1,1 @@
-"""Before a run: what fits islands and links (`skerry plan`), and what a link is like (`skerry doctor`)."""
+"""Prepare a run: choose settings for islands and links (`skerry plan`), and measure a link (`skerry doctor`)."""

@@ -1,4 +1,4 @@
-"""How fast devices are, for islands whose step time nobody has measured yet."""
+"""Peak speeds of devices, to estimate step times that have not been measured."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DENSE_TFLOPS = {
     "tpu-v5p": 459.0,
     "tpu-v6e": 918.0,
 }
-"""Peak of dense matrix products in 16 bits, as their makers state it."""
+"""Peak TFLOP/s of dense 16-bit matrix products, by the vendors' data sheets."""
 USED = 0.4
-"""Share of the peak that well-kept training reaches."""
+"""Share of the peak that well-tuned training reaches."""
 
 
 def step_time_s(device: str, count: int, parameters: float, tokens: float) -> float:
-    """Six operations for each parameter and token, forward and backward."""
+    """Estimated step time: six operations per parameter and token, forward and backward."""
     return 6.0 * parameters * tokens / (count * DENSE_TFLOPS[device] * 1e12 * USED)

@@ -1,4 +1,4 @@
-"""The way from here to a syncer: can it be reached, who answers, do the clocks agree, how far is it, and how wide."""
+"""Diagnose the link to a syncer: reachability, TLS, protocol, clocks, round trip and bandwidth."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from skerry.wire.service import SyncerStub
 CONNECT_S = 10.0
 ROUND_TRIPS = 20
 CLOCK_S = 5.0
-"""A difference that nobody needs to look at: nothing in a run depends on clocks, but its records are compared."""
+"""Tolerated clock difference. No decision depends on clocks, but timestamps of different machines are compared."""
 PIECE_BYTES = CHUNK_BYTES // 4
 AHEAD = 16
-"""Pieces that are under way on a connection: a long link is full of them."""
+"""Pieces in flight per connection, enough to fill a link with a long round trip."""
 SOON_DAYS = 14
 
 
@@ -50,7 +50,7 @@ class Diagnosis:
     up_mbit: float | None = None
     down_mbit: float | None = None
     up_mbit_alone: float | None = None
-    """With one connection."""
+    """With a single connection."""
     down_mbit_alone: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -58,22 +58,22 @@ class Diagnosis:
 
 
 def examine(address: str, tls: TLS | None, connections: int, seconds: float, say: Callable[[str], None]) -> Diagnosis:
-    """Look at one thing after the other, and say what was found at once. What cannot be looked at ends it."""
+    """Run all checks and report each result as soon as it is known. Stops at the first check that cannot run."""
     found = Diagnosis(address, tls=tls is not None)
 
-    def tell(what: str, words: str, well: bool = True) -> None:
+    def tell(what: str, finding: str, well: bool = True) -> None:
         found.well &= well
-        say(f"{what:<16} {words}" if well else f"{what:<16} PROBLEM: {words}")
+        say(f"{what:<16} {finding}" if well else f"{what:<16} PROBLEM: {finding}")
 
     try:
         check_reachable(address, tls)
         found.connect_s = _connect(address)
         tell("reachable", f"yes, {1000 * found.connect_s:.1f} ms to connect")
-        _look_at_certificate(address, tls, found, tell)
-        sync = run_here(_look_at_syncer(address, tls, found, tell))
+        _check_certificate(address, tls, found, tell)
+        sync = run_here(_check_syncer(address, tls, found, tell))
         if sync is None:
             return found
-        run_here(_look_at_bandwidth(address, tls, connections, seconds, found, tell))
+        run_here(_check_bandwidth(address, tls, connections, seconds, found, tell))
     except (SkerryError, OSError) as error:
         tell("stopped here", str(error) or type(error).__name__, well=False)
     return found
@@ -88,13 +88,13 @@ def _connect(address: str) -> float:
     try:
         socket.create_connection((host, port), CONNECT_S).close()
     except OSError as error:
-        raise WireError(f"nobody answers at {address}: {error.strerror or error}") from None
+        raise WireError(f"no answer at {address}: {error.strerror or error}") from None
     return time.monotonic() - started
 
 
-def _look_at_certificate(address: str, tls: TLS | None, found: Diagnosis, tell: Tell) -> None:
+def _check_certificate(address: str, tls: TLS | None, found: Diagnosis, tell: Tell) -> None:
     if tls is None:
-        tell("TLS", "none, which is for one machine only")
+        tell("TLS", "off; use it only within one machine")
         return
     host, port = split_address(address)
     context = ssl.create_default_context(cafile=tls.ca or None)
@@ -112,11 +112,11 @@ def _look_at_certificate(address: str, tls: TLS | None, found: Diagnosis, tell: 
         raise WireError(f"TLS fails: {error}") from None
     ends = datetime.datetime.fromtimestamp(ssl.cert_time_to_seconds(str(certificate["notAfter"])), datetime.timezone.utc)
     found.certificate_days = (ends - datetime.datetime.now(datetime.timezone.utc)).total_seconds() / 86_400
-    words = f"{version}; the syncer's certificate is good for {found.certificate_days:.0f} more days"
-    tell("TLS", words, well=found.certificate_days > SOON_DAYS)
+    finding = f"{version}; the syncer's certificate expires in {found.certificate_days:.0f} days"
+    tell("TLS", finding, well=found.certificate_days > SOON_DAYS)
 
 
-async def _look_at_syncer(address: str, tls: TLS | None, found: Diagnosis, tell: Tell) -> SyncConfig | None:
+async def _check_syncer(address: str, tls: TLS | None, found: Diagnosis, tell: Tell) -> SyncConfig | None:
     async with open_channel(address, tls) as channel:
         stub = SyncerStub(channel)
         try:
@@ -137,54 +137,52 @@ async def _look_at_syncer(address: str, tls: TLS | None, found: Diagnosis, tell:
         found.round_trip_s = statistics.median(trips)
         best = min(range(ROUND_TRIPS), key=lambda number: trips[number])
         found.clock_offset_s = offsets[best]
-        there = f"{1000 * found.round_trip_s:.1f} ms there and back ({1000 * min(trips):.1f} to {1000 * max(trips):.1f})"
-        tell("round trip", there)
+        tell("round trip", f"{1000 * found.round_trip_s:.1f} ms ({1000 * min(trips):.1f} to {1000 * max(trips):.1f})")
         side = "behind" if found.clock_offset_s > 0 else "ahead of"
-        clock_words = f"{abs(found.clock_offset_s):.3f} s {side} the syncer's"
-        tell("clock", clock_words, well=abs(found.clock_offset_s) < CLOCK_S)
+        tell("clock", f"{abs(found.clock_offset_s):.3f} s {side} the syncer's", well=abs(found.clock_offset_s) < CLOCK_S)
         return sync
 
 
-async def _look_at_bandwidth(
+async def _check_bandwidth(
     address: str, tls: TLS | None, connections: int, seconds: float, found: Diagnosis, tell: Tell
 ) -> None:
     async with contextlib.AsyncExitStack() as opened:
         channels = [await opened.enter_async_context(open_channel(address, tls)) for _ in range(connections)]
         stubs = [SyncerStub(channel) for channel in channels]
         await asyncio.gather(*(describe(stub) for stub in stubs))
-        found.up_mbit_alone = await _rate(_upwards, stubs[:1], seconds)
-        found.up_mbit = await _rate(_upwards, stubs, seconds) if connections > 1 else found.up_mbit_alone
-        found.down_mbit_alone = await _rate(_downwards, stubs[:1], seconds)
-        found.down_mbit = await _rate(_downwards, stubs, seconds) if connections > 1 else found.down_mbit_alone
-    for way, all_of_them, alone in (
+        found.up_mbit_alone = await _rate(_upload, stubs[:1], seconds)
+        found.up_mbit = await _rate(_upload, stubs, seconds) if connections > 1 else found.up_mbit_alone
+        found.down_mbit_alone = await _rate(_download, stubs[:1], seconds)
+        found.down_mbit = await _rate(_download, stubs, seconds) if connections > 1 else found.down_mbit_alone
+    for way, together, alone in (
         ("up", found.up_mbit, found.up_mbit_alone),
         ("down", found.down_mbit, found.down_mbit_alone),
     ):
-        tell(f"bandwidth {way}", f"{alone:,.1f} Mbit/s with one connection, {all_of_them:,.1f} with {connections}")
+        tell(f"bandwidth {way}", f"{alone:,.1f} Mbit/s with one connection, {together:,.1f} with {connections}")
 
 
 Probe = Callable[[Any, float, list[tuple[float, int]]], Any]
 
 
 async def _rate(probe: Probe, stubs: list[SyncerStub], seconds: float) -> float:
-    """Mbit/s of all together, from the first bytes that were seen to arrive to the last."""
+    """Total rate in Mbit/s, between the first and the last bytes that arrived."""
     seen: list[tuple[float, int]] = []
     with wire_errors():
         await asyncio.gather(*(probe(stub.probe(), time.monotonic() + seconds, seen) for stub in stubs))
     seen.sort()
     spent = seen[-1][0] - seen[0][0] if len(seen) > 1 else 0.0
     if spent <= 0:
-        raise WireError("the link is so slow that nothing could be measured; give --seconds more time")
+        raise WireError("the link is too slow to measure in this time; raise --seconds")
     return sum(size for _, size in seen[1:]) * 8 / 1e6 / spent
 
 
-async def _upwards(call: Any, until: float, seen: list[tuple[float, int]]) -> None:
+async def _upload(call: Any, until: float, seen: list[tuple[float, int]]) -> None:
     noise = os.urandom(PIECE_BYTES)
-    under_way = asyncio.Semaphore(AHEAD)
+    in_flight = asyncio.Semaphore(AHEAD)
 
     async def write() -> None:
         while time.monotonic() < until:
-            await under_way.acquire()
+            await in_flight.acquire()
             await call.write(pb.ProbeUp(chunk=noise))
         await call.done_writing()
 
@@ -194,12 +192,12 @@ async def _upwards(call: Any, until: float, seen: list[tuple[float, int]]) -> No
         while (message := await read(call)) is not grpc.aio.EOF:
             seen.append((time.monotonic(), message.received_bytes - before))
             before = message.received_bytes
-            under_way.release()
+            in_flight.release()
     finally:
         await writing
 
 
-async def _downwards(call: Any, until: float, seen: list[tuple[float, int]]) -> None:
+async def _download(call: Any, until: float, seen: list[tuple[float, int]]) -> None:
     for _ in range(AHEAD * PIECE_BYTES // CHUNK_BYTES):
         await call.write(pb.ProbeUp(wanted=1))
     ended = False

@@ -1,10 +1,10 @@
-"""Which H, P, τ, K and codec fit a model, its islands and their links: arithmetic, and what experiments have shown.
+"""Choose H, P, τ, K and codecs for a model, its islands and their links, from arithmetic and measured costs.
 
-With a quorum of one, rounds follow the fastest island: everybody is asked for every fragment once in H of its steps, which is
-a cycle. An exchange of a fragment takes three round trips, the time of its bytes, and that of merging and storing it. While it
-goes on an island trains on, and with `overwrite` what it learns of that fragment meanwhile is replaced: the share of the work
-that is kept is one minus the length of an exchange over that of a cycle. So three things decide: the bytes must fit the
-link, the exchange must be short beside a cycle, and the rest is a choice of what costs the model least.
+With a quorum of one, rounds follow the fastest island: every island is asked for every fragment once per cycle, H steps of the
+fastest island. Exchanging a fragment takes three round trips, the transfer of its bytes, and the merge and write at the syncer.
+Islands train on during the exchange. With `overwrite`, their work on that fragment in this time is replaced, so the kept share
+is 1 − exchange time / cycle time. Hence three criteria: the bytes must fit the link, the exchange must be short compared with a
+cycle, and among the settings that satisfy both the one with the lowest estimated loss wins.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from skerry.tensors.codecs.codec import codec
 from skerry.tensors.fragments import SET_ASIDE_SHARE
 
 FULL = 0.7
-"""A link that is used more than this has queues that grow."""
+"""Maximum load of a link. Above it, queues grow."""
 LONGEST = 1 / 8
-"""An exchange should take no more than this share of a cycle."""
+"""Maximum length of an exchange, as a share of a cycle."""
 MERGE_PER_S = 2.5e8
-"""Elements of contributions that a syncer decodes and merges, on a few cores; benchmarks/syncer.py measures it."""
+"""Contributed elements per second that a syncer decodes and merges on a few cores; benchmarks/syncer.py measures it."""
 STORE_PER_S, STORE_S = 8e7, 0.02
-"""Elements of a version that are made durable, 12 bytes each, on an ordinary disk; and what a sync takes by itself."""
+"""Elements per second written durably on an ordinary disk, at 12 bytes each; and the fixed cost of an fsync."""
 ROUND_TRIPS = 3.0
-"""Ask and upload, announce and fetch, and what connections add."""
+"""Ask and upload, announce and fetch, and connection overhead."""
 SPREADS = (24, 48, 96, 192, 384)
 PAIRS = (("bf16", "bf16"), ("int8", "int8"), ("int4", "int4"), ("topk3", "int4"), ("topk1", "topk3"))
 CODEC_COST = {"bf16": 0.0, "int8": 0.0, "int4": 0.1, "topk3": 10.0, "topk1": 15.0}
-"""In per cent of validation loss, as measured over 2,000 steps of 11M parameters (results/LOG.md)."""
+"""Percent of validation loss, measured over 2,000 steps with 11M parameters (results/LOG.md)."""
 SPREAD_COST = {24: 0.0, 48: 1.5, 96: 3.8, 192: 6.0, 384: 9.0}
-"""The same for H: up to 96 as measured with four islands at 11M parameters (results/LOG.md), guesses beyond."""
+"""Percent of validation loss for H: measured up to 96 with four islands and 11M parameters (results/LOG.md), guessed beyond."""
 REPLACED_COST = 10.0
-"""The same for work that is replaced: about what a share of lost training tokens costs small models."""
+"""Percent of validation loss if all work were replaced: about what losing training tokens costs small models."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Island:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to set things, and what it would come to for the island that fares worst."""
+    """One combination of settings, with its estimates for the worst-off island."""
 
     every: int
     fragments: int
@@ -58,14 +58,14 @@ class Choice:
     publish: str
     worst: str
     load: float
-    """Share of its link that is needed, the busier way."""
+    """Load of that island's link, in the busier direction."""
     mbit: float
     exchange_steps: float
-    """How long an exchange takes, in steps of the fastest island."""
+    """Length of an exchange, in steps of the fastest island."""
     kept: float
-    """Share of its work that is in the model."""
+    """Share of that island's work that reaches the model."""
     gbit: float
-    """All islands together, at the syncer, the busier way."""
+    """Traffic of all islands at the syncer, in the busier direction."""
 
     @property
     def cost(self) -> float:
@@ -74,7 +74,7 @@ class Choice:
 
     @property
     def strain(self) -> float:
-        """More than one does not fit."""
+        """How much of the limits is used; above 1 the settings do not fit."""
         return max(self.load / FULL, self.exchange_steps / (LONGEST * self.every))
 
     @property
@@ -84,23 +84,24 @@ class Choice:
     @property
     def why_not(self) -> str:
         if self.load > 1:
-            return f"needs {self.mbit:,.0f} Mbit/s, {self.load:.1f} times what the link of {self.worst} has"
+            return f"needs {self.mbit:,.0f} Mbit/s, {self.load:.1f} times the link of {self.worst}"
         if self.load > FULL:
-            return f"fills {100 * self.load:.0f}% of the link of {self.worst}: queues would grow"
+            return f"fills {100 * self.load:.0f}% of the link of {self.worst}, so queues would grow"
         if not self.fits:
-            took = f"an exchange with {self.worst} takes {self.exchange_steps:.1f} of {self.every} steps"
-            return f"{took}: {100 * (1 - self.kept):.0f}% of its work would be replaced"
-        return f"costs the model more: about {self.cost:.1f}% of the loss"
+            length = f"an exchange with {self.worst} takes {self.exchange_steps:.1f} of {self.every} steps"
+            return f"{length}, so {100 * (1 - self.kept):.0f}% of its work would be replaced"
+        return f"costs more: about {self.cost:.1f}% of the loss"
 
 
 @functools.cache
 def bits(name: str) -> float:
+    """Encoded bits per element."""
     many = 1 << 20
     return 8 * codec(name).size_bytes(many) / many
 
 
 def weigh(parameters: float, islands: Sequence[Island], every: int, send: str, publish: str) -> Choice:
-    """What a choice would come to."""
+    """Estimate these settings for the worst-off island."""
     fragments = max(1, min(every, 24, int(parameters * bits(send) / 8 / 65_536)))
     pace = min(island.step_s for island in islands)
     up, down = (parameters * bits(name) / (every * pace) / 1e6 for name in (send, publish))
@@ -110,7 +111,7 @@ def weigh(parameters: float, islands: Sequence[Island], every: int, send: str, p
     for island in islands:
         load = max(up / island.up_mbit, down / island.down_mbit)
         bytes_s = elements / 1e6 * (bits(send) / island.up_mbit + bits(publish) / island.down_mbit)
-        # What waits in a link that is too full never stops waiting.
+        # Queueing delay grows without bound as the load approaches 1.
         steps = (ROUND_TRIPS * island.round_trip_s + merge_s + bytes_s / max(1 - load, 0.05)) / pace
         kept = max(0.0, 1 - steps / every) / max(1.0, load)
         overlap = max(1, min(math.ceil(steps), every - 1))
@@ -121,17 +122,17 @@ def weigh(parameters: float, islands: Sequence[Island], every: int, send: str, p
 
 
 def choices(parameters: float, islands: Sequence[Island]) -> list[Choice]:
-    """Everything that is worth a thought, the best first; what does not fit comes after what does."""
+    """All combinations of settings, best first; those that do not fit come last."""
     found = [weigh(parameters, islands, every, *pair) for every, pair in itertools.product(SPREADS, PAIRS)]
     return sorted(found, key=lambda choice: (not choice.fits, choice.cost if choice.fits else choice.strain, choice.every))
 
 
 QUORUM = 1
-"""With a grace window for the others. Were it all of them, the slowest would set the pace of merging."""
+"""The others get the grace window. A quorum of all islands would merge at the pace of the slowest."""
 
 
 def data_parallel_utilisation(parameters: float, islands: Sequence[Island]) -> float:
-    """Of gradients in bf16, summed over all islands before every step, none of it hidden behind computing."""
+    """Utilisation with a bf16 all-reduce of the gradients in every step, not overlapped with computation."""
     count = len(islands)
     if count == 1:
         return 1.0
@@ -142,18 +143,18 @@ def data_parallel_utilisation(parameters: float, islands: Sequence[Island]) -> f
 
 
 def host_bytes(parameters: float, choice: Choice) -> float:
-    """Of an island's host: the version held, in fp32, and what may be under way. Beside a GPU that is set aside beforehand, for
-    some of the fragments at a time; elsewhere it is two fragments or so."""
+    """Host memory of an island: the current version in fp32, and fragments in flight. With a GPU, pinned buffers for
+    1/SET_ASIDE_SHARE of the fragments are allocated in advance; otherwise about two fragments are in flight."""
     at_a_time = max(2, choice.fragments // SET_ASIDE_SHARE)
-    under_way = at_a_time * parameters / choice.fragments * (4 + bits(choice.send) / 8 + bits(choice.publish) / 8)
-    return 4 * parameters + under_way
+    in_flight = at_a_time * parameters / choice.fragments * (4 + bits(choice.send) / 8 + bits(choice.publish) / 8)
+    return 4 * parameters + in_flight
 
 
 def syncer_bytes(parameters: float, choice: Choice, islands: int) -> float:
-    """Values and momentum; what learners have and the differences to it; contributions to two fragments."""
+    """Memory of the syncer: values and momentum, the published versions and updates, and contributions to two fragments."""
     return parameters * (8 + 4 + 2.25) + islands * 2 * parameters / choice.fragments * (4 + bits(choice.send) / 8)
 
 
 def join_s(parameters: float, islands: Sequence[Island]) -> float:
-    """To fetch the whole model in fp32, over the thinnest link."""
+    """Seconds to fetch the whole model in fp32 over the slowest link."""
     return max(parameters * 32 / 1e6 / island.down_mbit for island in islands)

@@ -1,4 +1,4 @@
-"""What `skerry plan` reads and prints."""
+"""Parse the arguments of `skerry plan` and format its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ISLAND = re.compile(r"(?:(?P<count>\d+)x)?(?P<what>[a-z][a-z0-9-]*|[\d.]+s)(?:@
 
 
 def number_of(text: str, what: str) -> float:
-    """`1.2b`, `350m`, `524288`."""
+    """Parse a number such as `1.2b`, `350m` or `524288`."""
     found = re.fullmatch(r"([\d.]+)([kmbt]?)", text.lower().replace("_", "").replace(",", ""))
     try:
         value = float(found[1]) * _UNITS[found[2]] if found else 0.0
@@ -29,7 +29,7 @@ def number_of(text: str, what: str) -> float:
 
 
 def link_of(text: str) -> tuple[float, float, float]:
-    """`500`, `500:40` or `500/100:40`: Mbit/s down or both ways, up, and milliseconds there and back."""
+    """Parse `DOWN[/UP][:RTT]` in Mbit/s and milliseconds, such as `500`, `500:40` or `500/100:40`."""
     found = re.fullmatch(r"([\d.]+)(?:/([\d.]+))?(?::([\d.]+))?", text)
     try:
         down = float(found[1]) if found else 0.0
@@ -43,7 +43,7 @@ def link_of(text: str) -> tuple[float, float, float]:
 
 
 def island_of(text: str, number: int, parameters: float, tokens: float, link: tuple[float, float, float] | None) -> Island:
-    """`8xh100`, `0.8s`, either with `@500:40` for its link."""
+    """Parse an island such as `8xh100` or `0.8s`, optionally with its link: `8xh100@500:40`."""
     found = _ISLAND.fullmatch(text.lower())
     if found is None:
         raise ConfigError(f"an island must be devices such as 8xh100, or a step time such as 0.8s, got {text!r}")
@@ -58,20 +58,20 @@ def island_of(text: str, number: int, parameters: float, tokens: float, link: tu
     else:
         raise ConfigError(f"device must be one of {', '.join(DENSE_TFLOPS)}, or a step time such as 0.8s; got {what!r}")
     if step_s <= 0:
-        raise ConfigError(f"a step must take some time, got {text!r}")
+        raise ConfigError(f"a step time must be > 0, got {text!r}")
     here = link_of(found["link"]) if found["link"] else link
     if here is None:
-        raise ConfigError(f"no link is known for {text}: give --link 500:40, or --measured with what skerry doctor wrote")
+        raise ConfigError(f"{text} has no link: give --link 500:40, or --measured with the output of skerry doctor --json")
     return Island(f"island {number} ({text})", step_s, *here)
 
 
 def measured_link(path: Path) -> tuple[float, float, float]:
-    """From what `skerry doctor --json` wrote."""
+    """Read a link from the output of `skerry doctor --json`."""
     try:
         found = json.loads(path.read_text())
         return float(found["up_mbit"]), float(found["down_mbit"]), float(found["round_trip_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not what skerry doctor --json writes: {error}") from None
+        raise ConfigError(f"{path} is not output of skerry doctor --json: {error}") from None
 
 
 def plan_lines(parameters: float, islands: Sequence[Island], alternatives: int = 6) -> str:
@@ -79,34 +79,34 @@ def plan_lines(parameters: float, islands: Sequence[Island], alternatives: int =
     best = found[0]
     lines = [f"model            {_amount(parameters)} parameters"]
     for island in islands:
-        speed = f"{island.up_mbit:g} Mbit/s up, {island.down_mbit:g} down, {1000 * island.round_trip_s:g} ms there and back"
-        lines.append(f"  {island.name:<22} a step takes {_seconds(island.step_s)}; {speed}")
+        speed = f"{island.up_mbit:g} Mbit/s up, {island.down_mbit:g} down, round trip {1000 * island.round_trip_s:g} ms"
+        lines.append(f"  {island.name:<22} {_seconds(island.step_s)} per step; {speed}")
     if not best.fits:
         lines.append(f"nothing fits: even {_settings(best)} {best.why_not}")
-        lines.append("larger batches make steps longer, and so links wider beside them")
+        lines.append("larger batches make steps longer, which leaves more time for each exchange")
         return "\n".join(lines)
     slow, quick = max(i.step_s for i in islands), min(i.step_s for i in islands)
-    gap = f"; steps differ by {slow / quick:.1f} times: slow islands give what they have" if slow / quick > 1.05 else ""
+    gap = f"; step times differ by {slow / quick:.1f}x: slow islands contribute fewer steps" if slow / quick > 1.05 else ""
     together = planning.data_parallel_utilisation(parameters, islands)
     lines += [
         f"use              {_settings(best)}",
         f"                 --sync.every {best.every} --sync.fragments {best.fragments} --sync.overlap {best.overlap} "
         f"--sync.quorum {planning.QUORUM} --sync.send {best.send} --sync.publish {best.publish}",
-        f"utilisation      no step waits for a link; {100 * best.kept:.1f}% of the work is in the model at least{gap}",
-        f"links            {best.mbit:,.1f} Mbit/s for {best.worst}, {100 * best.load:.0f}% of what it has; "
-        f"{best.gbit:,.3g} Gbit/s at the syncer, each way",
-        f"an exchange      takes {best.exchange_steps:.2f} of {best.every} steps of the fastest island",
-        f"to join          takes {_seconds(planning.join_s(parameters, islands))} at most, for the whole model",
-        f"memory           {_bytes(planning.host_bytes(parameters, best))} of an island's host, "
-        f"{_bytes(planning.syncer_bytes(parameters, best, len(islands)))} of the syncer's",
+        f"utilisation      no step waits for a link; at least {100 * best.kept:.1f}% of the work reaches the model{gap}",
+        f"links            {best.mbit:,.1f} Mbit/s for {best.worst}, {100 * best.load:.0f}% of its link; "
+        f"{best.gbit:,.3g} Gbit/s at the syncer",
+        f"exchange         {best.exchange_steps:.2f} of {best.every} steps of the fastest island",
+        f"join             at most {_seconds(planning.join_s(parameters, islands))} to fetch the whole model",
+        f"memory           {_bytes(planning.host_bytes(parameters, best))} on an island's host, "
+        f"{_bytes(planning.syncer_bytes(parameters, best, len(islands)))} on the syncer's",
         f"data-parallel    would reach {100 * together:.1f}% over the same links",
-        "otherwise",
+        "alternatives",
     ]
     for choice in found[1 : 1 + alternatives]:
         lines.append(f"  {_settings(choice):<40} {choice.why_not}")
-    thin = [choice for choice in found[1 + alternatives :] if not choice.fits]
-    lines += [f"  {_settings(choice):<40} {choice.why_not}" for choice in thin[:alternatives]]
-    lines.append(f"(devices at {100 * USED:.0f}% of their peak; give a measured step time where you have one)")
+    too_large = [choice for choice in found[1 + alternatives :] if not choice.fits]
+    lines += [f"  {_settings(choice):<40} {choice.why_not}" for choice in too_large[:alternatives]]
+    lines.append(f"(assumes {100 * USED:.0f}% of peak speed; prefer measured step times)")
     return "\n".join(lines)
 
 

@@ -1,1 +1,1 @@
-"""The reference trainer: the same job by Skerry or by plain data-parallel training."""
+"""The reference trainer: one job, trained by Skerry or by plain data-parallel training."""

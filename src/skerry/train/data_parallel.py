@@ -1,4 +1,4 @@
-"""The same job by plain data-parallel training (DDP): the baseline every decoupled run is compared with."""
+"""Train a job with plain data-parallel training (DDP), the baseline for decoupled runs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ METRICS_EVERY_S = 1.0
 
 
 def run_worker(folder: Path, config: Config, rank: int, port: int) -> None:
-    """One of `islands.count` workers; together they take the same samples at each step as the islands would."""
+    """Run one of `islands.count` workers. Together they read the same samples per step as the islands would."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME=_loopback())
     world = config.islands.count
     device = pick_device(config.islands.device)
-    each_has_one = device.type == "cuda" and device.index is None and torch.cuda.device_count() >= world
+    gpu_each = device.type == "cuda" and device.index is None and torch.cuda.device_count() >= world
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     job = build_job(dataclasses.replace(config, islands=dataclasses.replace(config.islands, device=str(device))))
     if config.init:
         load_weights_file(job.model, config.init)
-    backend = "nccl" if each_has_one else "gloo"
+    backend = "nccl" if gpu_each else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world)
     try:
         job.forward = DistributedDataParallel(job.forward, gradient_as_bucket_view=True)
@@ -55,7 +55,7 @@ def run_worker(folder: Path, config: Config, rank: int, port: int) -> None:
                 validating_s += time.time() - before
                 metrics.write("validation", loss=found.loss, tokens=tokens, step=step + 1)
         dist.barrier()
-        seconds = time.time() - started - validating_s  # as islands do not wait for validation either
+        seconds = time.time() - started - validating_s  # islands do not wait for validation either
         if rank == 0:
             tokens = steps * job.step_tokens * world
             _report(metrics, config, rank, steps, tokens, float(loss), started, phase="ended")

@@ -1,4 +1,4 @@
-"""One island of a job: the training loop a user would write, with `skerry.join` in it."""
+"""One island of a job: an ordinary training loop with `skerry.join` in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("skerry.island")
 
 REPORT_EVERY_S = 0.5
 COLD_STEPS = 20
-"""An optimizer that starts without its moments in the middle of a run takes its first steps with a smaller learning rate."""
+"""Warm-up steps after joining a running run without optimizer state."""
 
 
 def run_island(
@@ -65,12 +65,12 @@ def run_island(
         job.set_lr(lr_factor(learner.progress, config.train) * warm_up)
         loss = job.backward(*job.read(samples))
         if time.monotonic() >= report_at:
-            # Reading the loss waits for the device, so it is not done at every step.
+            # Reading the loss synchronizes with the device, so not in every step.
             last_loss = float(loss)
             learner.report(last_loss)
             if learner.quarantined and not math.isfinite(last_loss):
-                # It cannot get well by itself. The next process starts from the run's weights and a healthy optimizer.
-                raise RunFailed(f"{name} is in quarantine and its loss is {last_loss}: starting again")
+                # NaN weights do not recover. A new process starts from the global weights and a healthy optimizer state.
+                raise RunFailed(f"{name} is in quarantine and its loss is {last_loss}; it needs a restart")
             report_at = time.monotonic() + REPORT_EVERY_S
         job.apply()
     _leave(learner, asked_to_stop)
@@ -78,7 +78,7 @@ def run_island(
 
 def _leave(learner: Learner, asked_to_stop: bool) -> None:
     if asked_to_stop:
-        # Whoever stops this process is about to stop the rest of the run or needs the machine: do not linger.
+        # SIGTERM means that the run is being stopped or the machine is needed: leave quickly.
         learner.leave(timeout_s=5.0)
     else:
         learner.leave()

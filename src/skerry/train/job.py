@@ -1,4 +1,4 @@
-"""What a training job is made of: data, model, optimizers, schedule. The same for every algorithm."""
+"""The training job that all algorithms share: data, model, optimizers, learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def island_threads(config: Config) -> int:
 
 
 def lr_factor(progress: float, train: TrainConfig) -> float:
-    """Linear warm-up, then cosine decay, as a share of the peak. `progress` is the share of the run's budget spent."""
+    """Learning rate relative to its peak: linear warm-up, then cosine decay. `progress` is the spent share of the budget."""
     if progress < train.warmup:
         return max(progress / train.warmup, 0.02)
     share = (progress - train.warmup) / (1 - train.warmup)
@@ -49,7 +49,7 @@ def lr_factor(progress: float, train: TrainConfig) -> float:
 
 
 def half_cosine(share: float, final: float) -> float:
-    """From 1 at share 0 to `final` at share 1, where it stays."""
+    """Cosine decay from 1 at share 0 to `final` at share 1, constant afterwards."""
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
@@ -60,7 +60,7 @@ class Job:
     config: Config
     corpus: Corpus
     windows: dict[str, Windows]
-    """What this worker may read, by pool: the corpus, and what is pinned to its region."""
+    """Readable data by pool: the corpus, and the folders pinned to this worker's region."""
     model: GPT
     device: torch.device
     forward: nn.Module
@@ -77,7 +77,7 @@ class Job:
                 group["lr"] = group["peak_lr"] * factor
 
     def batch(self, step: int, worker: int) -> tuple[Tensor, Tensor]:
-        """The samples of worker `worker` at run step `step`: its part of one global batch in the seeded order."""
+        """The samples of `worker` at run step `step`: its part of the global batch in the seeded order."""
         workers = max(self.config.islands.count, worker + 1)
         start = (step * workers + worker) * self.config.train.batch
         return self.read([Range("", start, self.config.train.batch)])
@@ -87,7 +87,7 @@ class Job:
         return [Pool(name, windows.windows_count, windows.fingerprint()) for name, windows in self.windows.items()]
 
     def read(self, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
-        """The samples of one inner step."""
+        """Read these samples as inputs and targets on the device."""
         parts = [self.windows[found.pool].batch(found.start, found.count) for found in ranges]
         inputs, targets = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
@@ -98,7 +98,7 @@ class Job:
         return contextlib.nullcontext()
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of one inner step, over micro-batches. Returns the mean loss, still on the device."""
+        """Accumulate the gradients of one inner step over micro-batches. Returns the mean loss, on the device."""
         parts = self.config.train.accumulate
         total = torch.zeros((), device=self.device)
         for some_inputs, some_targets in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
@@ -140,7 +140,7 @@ def build_job(config: Config, region: str = "") -> Job:
 
 
 def build_optimizers(model: nn.Module, train: TrainConfig) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the matrices inside the blocks and AdamW for the rest."""
+    """AdamW for all parameters, or Muon for the matrices in the blocks and AdamW for the rest."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.ndim == 2 and id(p) not in embeddings]
@@ -148,7 +148,7 @@ def build_optimizers(model: nn.Module, train: TrainConfig) -> list[Optimizer]:
     betas = (0.9, train.beta2)
     optimizers: list[Optimizer]
     if train.optimizer == "muon":
-        # Scaled so that its steps have AdamW's size, one learning rate serves both.
+        # Muon's updates are scaled to AdamW's size, so one learning rate serves both.
         optimizers = [
             torch.optim.Muon(matrices, lr=train.lr, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=train.lr, betas=betas, weight_decay=0.0),
@@ -167,7 +167,7 @@ def build_optimizers(model: nn.Module, train: TrainConfig) -> list[Optimizer]:
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put named tensors (as `skerry export` writes them) into a model; every parameter must be there."""
+    """Load named tensors, as written by `skerry export`, into a model. Every parameter must be present."""
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
     missing = [name for name in missing if name not in tied]

@@ -1,4 +1,4 @@
-"""What the tape of a run says about who did what, sorted for a replay; and where two tapes first differ."""
+"""Read a run's tape for a replay, grouped by session; and find where two tapes first differ."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from skerry.errors import ReplayError
 from skerry.syncer.storage.run_folder import RunIdentity, read_checksums, read_identity, read_tape
 
 BREAKS: dict[type[TapeRecord], str] = {
-    records.Restored: "was put back to an earlier state",
+    records.Restored: "was rolled back",
     records.RestoredFrom: "was restored from a snapshot",
     records.Recovered: "lost a version to a damaged file",
 }
-"""Records after which weights do not follow from what is on the tape."""
+"""Records after which the weights cannot be derived from the tape."""
 KINDS = (records.Joined, records.Journaled, records.Merged, *BREAKS)
 
 
 @dataclass(frozen=True)
 class OuterStep:
-    """A merge, as the tape has it, and the checksum of the version it made."""
+    """A merge from the tape, and the checksum of the version it made."""
 
     merge: records.Merged
     checksum: int
@@ -35,7 +35,7 @@ class OuterStep:
 
 @dataclass
 class RecordedSession:
-    """What the tape knows about one session of an island."""
+    """One session of an island, as recorded on the tape."""
 
     learner: str
     session: str
@@ -43,19 +43,19 @@ class RecordedSession:
     source: str = "fresh"
     origin: tuple[tuple[str, int], ...] = ()
     covered: int = 0
-    """Steps whose journal is complete."""
+    """The journal is complete up to this step."""
     adopted: dict[int, list[tuple[int, int, bool]]] = field(default_factory=lambda: defaultdict(list))
-    """After how many steps → (fragment, version, whether it was taken whole), in order."""
+    """Step → (fragment, version, whether it replaced the weights whatever the adoption rule), adopted after it, in order."""
     tokens: dict[int, int] = field(default_factory=dict)
     data: dict[int, list[Range]] = field(default_factory=dict)
     gives: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """After how many steps → (fragment, base) of contributions that were merged."""
+    """Step → (fragment, base) of merged contributions taken after it."""
     handed_on: set[int] = field(default_factory=set)
-    """After how many steps another session took over its optimizer's state."""
+    """Steps after which another session took over this optimizer state."""
 
     @property
     def needed(self) -> int:
-        """Steps that something later depends on."""
+        """The last step that a merge or another session depends on."""
         return max([*self.gives, *self.handed_on], default=0)
 
     def add(self, journal: records.Journaled) -> None:
@@ -71,23 +71,23 @@ class RecordedSession:
 
 
 class Recording:
-    """The tape of a run, sorted by who did what."""
+    """The tape of a run: its merges, and what each session did."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.identity: RunIdentity = read_identity(folder)
         if not self.identity.job_json:
-            raise ReplayError(f"{folder} has no training job of its own; only runs of skerry train can be executed again")
+            raise ReplayError(f"{folder} has no training job of its own; only runs of skerry train can be replayed")
         self.config: Config = from_json(Config, self.identity.job_json)
         if self.config.train.compile:
-            raise ReplayError("a run with train.compile cannot be executed again yet: compiled code may sum in another order")
+            raise ReplayError("a run with train.compile cannot be replayed: compiled code may sum in another order")
         self.sessions: dict[str, RecordedSession] = {}
         self._merges: list[records.Merged] = []
         read_tape(folder, KINDS, self._see)
         self.merges = with_checksums(folder, self._merges)
         for merge in self._merges:
             if not merge.shares:
-                raise ReplayError(f"the run in {folder} was put back to an earlier state, which cannot be executed again yet")
+                raise ReplayError(f"the run in {folder} was rolled back, so it cannot be replayed")
             for share in merge.shares:
                 self._of(share.session, share.learner).gives[share.at_step].append((merge.fragment, share.base))
         for session in self.sessions.values():
@@ -97,7 +97,7 @@ class Recording:
 
     def _see(self, record: TapeRecord) -> None:
         if type(record) in BREAKS:
-            raise ReplayError(f"the run in {self.folder} {BREAKS[type(record)]}, which cannot be executed again yet")
+            raise ReplayError(f"the run in {self.folder} {BREAKS[type(record)]}, so it cannot be replayed")
         if isinstance(record, records.Merged):
             self._merges.append(record)
         elif isinstance(record, records.Joined):
@@ -110,7 +110,7 @@ class Recording:
 
 
 def first_difference(one: Path, other: Path) -> str | None:
-    """Where two runs first differ, by their tapes, in words; None if one is the beginning of the other."""
+    """Describe where the tapes of two runs first differ. None if one is a prefix of the other."""
     tapes = [_outer_steps(folder) for folder in (one, other)]
     for number, (a, b) in enumerate(zip(*tapes, strict=False), 1):
         if str(a) != str(b):
@@ -118,14 +118,14 @@ def first_difference(one: Path, other: Path) -> str | None:
         shares = [{s.learner: (s.base, s.steps, s.tokens, s.at_step) for s in step.merge.shares} for step in (a, b)]
         if shares[0] != shares[1]:
             names = sorted(n for n in shares[0].keys() | shares[1].keys() if shares[0].get(n) != shares[1].get(n))
-            return f"outer step {number}, {a}: other contributions, of {', '.join(names)}"
+            return f"outer step {number}, {a}: different contributions of {', '.join(names)}"
         if a.checksum != b.checksum:
-            return f"outer step {number}, {a}: the same contributions by name and steps, but other values"
+            return f"outer step {number}, {a}: the same contributions by name and steps, but different values"
     return None
 
 
 def _outer_steps(folder: Path) -> list[OuterStep]:
-    read_identity(folder)  # says so if it is of another release, with other checksums
+    read_identity(folder)  # raises for folders of another format version
     found: list[records.Merged] = []
 
     def see(record: TapeRecord) -> None:
@@ -137,10 +137,10 @@ def _outer_steps(folder: Path) -> list[OuterStep]:
 
 
 def with_checksums(folder: Path, merges: list[records.Merged]) -> list[OuterStep]:
-    """To be called after the tape was read: a running syncer writes both at once."""
+    """Pair merges with their checksums. Call it after reading the tape: a running syncer commits both together."""
     checksums = read_checksums(folder)
     missing = [merge for merge in merges if (merge.fragment, merge.version) not in checksums]
     if missing:
         what = f"version {missing[0].version} of fragment {missing[0].fragment}"
-        raise ReplayError(f"the tape of {folder} has lost the checksum of {what}")
+        raise ReplayError(f"{folder} has no checksum of {what}")
     return [OuterStep(merge, checksums[merge.fragment, merge.version]) for merge in merges]

@@ -1,10 +1,10 @@
-"""A recorded run executed again from its tape alone: same samples, same adoptions, same merges, the same weights to the bit.
+"""Replay a run from its tape alone: same samples, same adoptions, same merges, bit-identical weights.
 
-The tape has every merge with its contributions, and of every process what cannot be known otherwise (learner/journal.py).
-Everything else follows: the initial weights from the settings, gradients from samples and weights, contributions from steps and
-bases. Each version that comes out is compared with the checksum of the one that was merged then.
+The tape holds every merge with its contributions, and the journal of every process (learner/journal.py). Everything else can be
+derived: the initial weights from the settings, gradients from samples and weights, contributions from steps and bases. Each
+version is compared with the checksum of the recorded one.
 
-Processes of the run take their steps here one after the other, each as far as the next merge needs it.
+Processes are replayed one after the other, each only as far as the next merge needs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from skerry.train.recording import OuterStep, RecordedSession, Recording
 SYNCER_THREADS = 1
 
 
-class IslandAgain:
-    """A process of an island that takes its steps again."""
+class ReplayedSession:
+    """One process of an island, taking its steps again."""
 
     def __init__(self, replay: Replay, process: RecordedSession) -> None:
         self._replay, self._process = replay, process
@@ -59,20 +59,20 @@ class IslandAgain:
         self._tokens = 0
         self._last: list[Range] = []
         self._contributions: dict[tuple[int, int], Tensor] = {}
-        """(fragment, steps) → what was given."""
+        """(fragment, step) → contribution taken after that step."""
         self._handed_on: dict[int, list[memoryview]] = {}
         self._to_give: list[tuple[int, int]] = []
         self._to_adopt: list[tuple[int, int, bool]] = []
-        """What is still to be done between this step and the next."""
+        """(fragment, version, whole) of adoptions that remain before the next step."""
         self._take_over()
-        self._step_is_over()
+        self._end_step()
 
     def _take_over(self) -> None:
         process = self._process
         if process.source not in ("own", "peer"):
             return
         if not process.origin:
-            raise ReplayError(f"{process.learner} took over an optimizer's state that the tape does not know of")
+            raise ReplayError(f"{process.learner} took over optimizer state of unknown origin")
         parts = []
         for number, (session, steps) in enumerate(process.origin):
             island = self._replay.island(session)
@@ -80,10 +80,10 @@ class IslandAgain:
         self._state.restore(parts)
 
     def state_after(self, steps: int, part: int | None) -> memoryview:
-        """Its optimizer's state, or a part of it, as it was after so many steps."""
+        """The optimizer state after this many steps, or one part of it."""
         self.advance(steps)
         if steps not in self._handed_on:
-            raise ReplayError(f"the state of {self._process.learner} after step {steps} is needed too late")
+            raise ReplayError(f"the optimizer state of {self._process.learner} after step {steps} is no longer available")
         whole, *parts = self._handed_on[steps]
         return whole if part is None else parts[part]
 
@@ -91,25 +91,25 @@ class IslandAgain:
         while self.steps < steps:
             self._settle()
             self._step(self.steps + 1)
-            self._step_is_over()
+            self._end_step()
 
     def contribution(self, fragment: int, steps: int) -> Tensor:
-        """What it gave of a fragment after so many steps."""
+        """The contribution to a fragment, taken after this many steps."""
         self.advance(steps)
-        # It may have been given after a version of this fragment was adopted, between the same two steps; and its merge may be
-        # in the next version adopted there.
+        # Between the same two steps the fragment may have been adopted before the contribution was taken. So adopt one version
+        # at a time: the next one to adopt may already contain this contribution.
         while (fragment, steps) not in self._contributions and self._settle_one(fragment):
             pass
         if (fragment, steps) not in self._contributions:
             raise ReplayError(
-                f"{self._process.learner} gave fragment {fragment} after step {steps} from a version it did not hold"
+                f"{self._process.learner} contributed fragment {fragment} after step {steps} from a version it did not hold"
             )
         return self._contributions.pop((fragment, steps))
 
     def _step(self, step: int) -> None:
         process, config = self._process, self._config
         if step > process.covered:
-            raise ReplayError(f"the tape does not say what {process.learner} did in step {step}: its journal has a gap")
+            raise ReplayError(f"the journal of {process.learner} has a gap at step {step}")
         torch.set_num_threads(self._threads)
         self._tokens = process.tokens.get(step, self._tokens)
         progress = min(1.0, self._tokens / config.train.tokens)
@@ -123,9 +123,9 @@ class IslandAgain:
         self._job.apply()
         self.steps = step
 
-    def _step_is_over(self) -> None:
-        """What was given before something was adopted was given from its old base. Adoptions wait until they are needed: the
-        version may not be merged yet."""
+    def _end_step(self) -> None:
+        """Take the contributions whose base is held now. Adoptions are deferred until needed: their version may not be merged
+        yet."""
         process = self._process
         if self.steps in process.handed_on and (self.steps or process.source in ("own", "peer")):
             parts = [self._state.pack(part)[0] for part in range(self._state.parts)]
@@ -138,7 +138,7 @@ class IslandAgain:
             pass
 
     def _settle_one(self, only: int | None = None) -> bool:
-        """Adopt what was adopted here first, of one fragment or of any. False if there is nothing more."""
+        """Make the next recorded adoption, of fragment `only` or of any. Returns False if none is left."""
         entry = next((entry for entry in self._to_adopt if only in (None, entry[0])), None)
         if entry is None:
             return False
@@ -176,21 +176,23 @@ class Replay:
         identity = self.recording.identity
         self._layout = identity.layout
         self.sent = [fragment_codec(identity.sync.send, self._layout, fragment) for fragment in self._layout.fragments]
-        self._shown = [fragment_codec(identity.sync.publish, self._layout, fragment) for fragment in self._layout.fragments]
+        self._publish_codecs = [
+            fragment_codec(identity.sync.publish, self._layout, fragment) for fragment in self._layout.fragments
+        ]
         self.fixed: dict[str, Tensor] = load(read_fixed(folder, identity))
-        self.job = self._read_all()
+        self.job = self._build_job()
         self.states = self._initial()
         self._versions: dict[tuple[int, int], Tensor] = {}
         self._uses = self._count_uses()
         for index in range(len(self.states)):
             self._publish(index, 0)
         self._counted: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
-        self._islands: dict[str, IslandAgain] = {}
+        self._islands: dict[str, ReplayedSession] = {}
         self.done = 0
-        """Outer steps."""
+        """Number of outer steps replayed."""
 
-    def _read_all(self) -> Job:
-        """With the data of all regions."""
+    def _build_job(self) -> Job:
+        """The job, on the CPU and with the data of all regions."""
         config = self.recording.config
         config = dataclasses.replace(config, islands=dataclasses.replace(config.islands, device="cpu"))
         jobs = [build_job(config, region) for region in {"", *(region for region, _ in config.data.pinned_folders())}]
@@ -207,11 +209,13 @@ class Replay:
         checksums = read_checksums(self.recording.folder)
         for index, state in enumerate(states):
             if state_checksum(state) != checksums[index, 0]:
-                raise ReplayError("the initial weights do not come out as they were: another torch, or another init file")
+                raise ReplayError(
+                    "the initial weights differ from the recorded ones: another version of torch, or another init file"
+                )
         return states
 
     def _count_uses(self) -> dict[tuple[int, int], int]:
-        """How often each version is adopted: it is kept until then."""
+        """How often each version will be adopted; it is kept until the last time."""
         uses: dict[tuple[int, int], int] = defaultdict(int)
         for process in self.recording.sessions.values():
             for steps, entries in process.adopted.items():
@@ -236,19 +240,19 @@ class Replay:
         return self._layout.fragments[fragment].numel
 
     def counted(self, fragment: int, version: int, session: str) -> int:
-        """How many steps of this process are part of this version."""
-        found = [upto for merged_in, upto in self._counted[fragment, session] if merged_in <= version]
+        """How many steps of this session are part of this version."""
+        found = [at_step for merged_in, at_step in self._counted[fragment, session] if merged_in <= version]
         return found[-1] if found else 0
 
-    def island(self, session: str) -> IslandAgain:
+    def island(self, session: str) -> ReplayedSession:
         if session not in self._islands:
             if session not in self.recording.sessions:
-                raise ReplayError(f"the tape does not know process {session[:8]}")
-            self._islands[session] = IslandAgain(self, self.recording.sessions[session])
+                raise ReplayError(f"the tape has no session {session[:8]}")
+            self._islands[session] = ReplayedSession(self, self.recording.sessions[session])
         return self._islands[session]
 
     def run(self, outer_steps: int | None = None) -> Iterator[OuterStep]:
-        """Execute outer steps, one after the other, up to this many; raises ReplayError where something comes out otherwise."""
+        """Replay up to this many outer steps. Raises ReplayError at the first one whose result differs."""
         for merged in self.recording.merges[self.done : outer_steps]:
             self._merge(merged)
             self.done += 1
@@ -271,17 +275,17 @@ class Replay:
             presence=merged.presence,
             fresh=[share.base == merged.version - 1 for share in merged.shares],
         )
-        self.states[fragment], _ = publish(before, after, self._shown[fragment])
+        self.states[fragment], _ = publish(before, after, self._publish_codecs[fragment])
         if state_checksum(self.states[fragment]) != outer.checksum:
             names = ", ".join(share.learner for share in merged.shares)
             what = f"outer step {self.done + 1}, {outer}, with contributions of {names}"
-            raise ReplayError(f"{what}, does not come out as it was")
+            raise ReplayError(f"{what}, does not match the recording")
         for share in merged.shares:
             self._counted[fragment, share.session].append((merged.version, share.at_step))
         self._publish(fragment, merged.version)
 
     def model(self) -> dict[str, Tensor]:
-        """The global model after the outer steps that were done."""
+        """The global model after the outer steps replayed so far."""
         flat = {s.name: torch.empty(s.numel, dtype=torch.float32) for s in self._layout.tensors if s.rule != "fixed"}
         for fragment, state in zip(self._layout.fragments, self.states, strict=True):
             sizes = [piece.numel for piece in fragment.pieces]
@@ -291,10 +295,10 @@ class Replay:
 
 
 def _threads(process: RecordedSession) -> int:
-    """Of the process, as it said itself. The order of sums depends on it."""
+    """Number of threads of the process, from its platform string. The summation order depends on it."""
     found = re.search(r", (\w+)(?::\d+)?, (\d+) threads", process.platform)
     if found is None or found[1] != "cpu":
         raise ReplayError(
-            f"{process.learner} trained on {process.platform or 'an unknown device'}; only a CPU does the same again"
+            f"{process.learner} trained on {process.platform or 'an unknown device'}; only training on a CPU can be replayed"
         )
     return int(found[2])

@@ -1,4 +1,4 @@
-"""Validation of the global model, in a process of its own: it reads the run folder and never touches an island."""
+"""Validate the global model in its own process, which only reads the run folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Validation:
 
 
 def validate(model: nn.Module, corpus: Corpus, context: int, max_tokens: int, device: torch.device) -> Validation:
-    """Mean cross-entropy over fixed held-out windows, with the standard error of that mean over windows."""
+    """Mean cross-entropy over fixed held-out windows, and the standard error of that mean."""
     losses: list[float] = []
     model.eval()
     with torch.no_grad():
@@ -64,7 +64,7 @@ def write_sample(model: GPT, corpus: Corpus, config: Config) -> str:
 
 
 def finish(folder: Path, config: Config, model: GPT, corpus: Corpus, device: torch.device, **facts: float) -> Validation:
-    """The end of every job: last validation, exported weights, a sample, and the result on disk."""
+    """Finish a job: final validation, exported weights, a sample, and result.json."""
     result = validate(model, corpus, config.model.context, config.eval.final_tokens, device)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}
     save_model(folder / "model.safetensors", weights)
@@ -78,19 +78,19 @@ def finish(folder: Path, config: Config, model: GPT, corpus: Corpus, device: tor
 
 
 def save_model(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Whole or not at all. Raises StoreError."""
-    beside = path.with_name(f".{path.name}.partial")
+    """Write the file atomically. Raises StoreError."""
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
-        beside.replace(path)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        partial.replace(path)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)  # a disk that is full needs the space
+            partial.unlink(missing_ok=True)  # free the space if the disk is full
         raise StoreError(f"{path} cannot be written: {error}") from None
 
 
 class GlobalModel:
-    """The run's newest global model, read from its folder into a model of this process."""
+    """The run's current global model, loaded from its folder."""
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         self.folder = folder
@@ -106,17 +106,17 @@ class GlobalModel:
 
 
 def watch_run(folder: Path, poll_s: float = 0.5) -> None:
-    """Validate the global model every `eval.every_tokens` until the run has ended, then once more, thoroughly."""
+    """Validate the global model every `eval.every_tokens` until the run has ended, then finish the job."""
     os.nice(10)
     torch.set_num_threads(1)
     current = GlobalModel(folder)
     every = current.config.eval.every_tokens
     metrics = MetricsWriter(folder / "metrics.jsonl")
     standing = read_standing(folder)
-    following = (standing.tokens // every + 1) * every
+    next_at = (standing.tokens // every + 1) * every
     while standing.phase != "ended":
-        if standing.tokens >= following:
-            following = (standing.tokens // every + 1) * every
+        if standing.tokens >= next_at:
+            next_at = (standing.tokens // every + 1) * every
             tensors = current.refresh()
             found = validate(
                 current.model, current.corpus, current.config.model.context, current.config.eval.tokens, current.device
@@ -132,17 +132,17 @@ def watch_run(folder: Path, poll_s: float = 0.5) -> None:
     device = _free_device(current.config)
     try:
         finish(folder, current.config, current.model.to(device), current.corpus, device, **facts)
-    except RuntimeError as error:  # it may be full, or there may be less GPUs here than where islands trained
+    except RuntimeError as error:  # the GPU may be full, or there may be fewer GPUs than where the islands trained
         if device == current.device:
             raise
-        log.warning("validated on the CPU: %s", error)
-        current = GlobalModel(folder)  # after some errors nothing can be read back from a GPU
+        log.warning("validating on the CPU instead: %s", error)
+        current = GlobalModel(folder)  # after some CUDA errors the GPU copy is unreadable
         current.refresh()
         finish(folder, current.config, current.model, current.corpus, current.device, **facts)
 
 
 def _free_device(config: Config) -> torch.device:
-    """What islands trained on, if there is one here: they have left it."""
+    """The device the islands trained on, which is free now; the CPU if this machine has no such device."""
     try:
         return pick_device(config.islands.device)
     except ConfigError:
