@@ -1,4 +1,4 @@
-"""Fixtures for tests with a real syncer: real sockets and files, in this process, so that a failing test says where."""
+"""Fixtures that run a real syncer, with real sockets and files, in the test process, so that failures have tracebacks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from skerry.syncer.sharding.shard import run_shard
 from skerry.syncer.storage.store import RunStore
 from skerry.wire.channel import TLS
 
-# Some virtual machines say that their CPU multiplies bf16 in tiles (AMX) and then do not let it: torch would end the process.
+# Some virtual machines advertise AMX (bf16 tiles) but do not allow it, and torch would crash.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Syncers and learners of many tests leave daemon threads of gRPC in this process, and its C++ side may abort the
-    interpreter's orderly end after every test has passed."""
+    """Exit without the interpreter's shutdown: gRPC's daemon threads may abort it after all tests have passed."""
     if _status and not hasattr(config, "workerinput"):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -43,8 +42,8 @@ _call_soon_threadsafe = asyncio.BaseEventLoop.call_soon_threadsafe
 
 
 def _call_soon_unless_closed(loop: asyncio.BaseEventLoop, *arguments: Any, **context: Any) -> Any:
-    """gRPC's asyncio side serves all loops of a process and keeps calling those it has seen. Here syncers and learners of many
-    tests share one process; an error about a loop that was closed would leave the events of others unhandled for seconds."""
+    """Ignore callbacks to a closed loop. gRPC's poller serves every loop of the process and keeps calling those it has seen; an
+    error from a closed one would delay the events of other loops for seconds."""
     if loop.is_closed():
         return None
     return _call_soon_threadsafe(loop, *arguments, **context)
@@ -54,7 +53,7 @@ asyncio.BaseEventLoop.call_soon_threadsafe = _call_soon_unless_closed  # type: i
 
 
 class SyncerThread:
-    """A syncer with its event loop in a thread, on a run folder that exists."""
+    """A syncer for an existing run folder, with its event loop in a thread."""
 
     def __init__(self, folder: Path, port: int = 0, tls: TLS | None = None, shards: int = 0) -> None:
         self.folder = folder
@@ -75,7 +74,7 @@ class SyncerThread:
     def start(self) -> SyncerThread:
         self._thread.start()
         assert self._listening.wait(30), "the syncer did not start"
-        if self.error and not self._listened:  # what happens later is for `wait`
+        if self.error and not self._listened:  # `wait` raises later errors
             raise self.error
         return self
 
@@ -100,7 +99,7 @@ class SyncerThread:
         return await run_syncer(store, self.address, self._tls, on_listening=listening, stop=self._stop, shards=self.shards)
 
     def wait(self) -> bool:
-        """Until the run has ended."""
+        """Wait for the end of the run."""
         self._thread.join(60)
         assert not self._thread.is_alive(), "the run did not end"
         if self.error:
@@ -109,7 +108,7 @@ class SyncerThread:
 
     def stop(self) -> None:
         if self._thread.is_alive() and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has just ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
                 self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(30)
         assert not self._thread.is_alive(), "the syncer did not stop"
@@ -118,7 +117,7 @@ class SyncerThread:
 
 
 class ShardThread(SyncerThread):
-    """The same of a shard, for a syncer that has some."""
+    """A shard of a syncer, with its event loop in a thread."""
 
     def __init__(self, syncer: SyncerThread, number: int, advertised: str = "") -> None:
         super().__init__(syncer.folder)
@@ -139,7 +138,7 @@ class ShardThread(SyncerThread):
 
 @pytest.fixture
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+    """A local port on which nothing listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

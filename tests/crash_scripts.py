@@ -1,7 +1,6 @@
-"""Processes that die, for tests/test_crash.py. They are forked from one that has imported everything (`main` below): a process
-is cheap then, and hundreds of them can die.
+"""Processes that crash, for tests/test_crash.py. `main` forks them after all imports, so that crashing hundreds is cheap.
 
-    python crash_scripts.py SCRIPT SEED FOLDER
+python crash_scripts.py SCRIPT SEED FOLDER
 """
 
 from __future__ import annotations
@@ -44,39 +43,42 @@ SYNC = SyncConfig(fragments=3, every=1, overlap=0, quorum=1)
 TRIES = 60
 
 
-# ---------------------------------------------------------------- a run that knows what it must find
+# ---------------------------------------------------------------- a run whose contents can be checked
 
 
 def content(fragment: int, number: int, numel: int) -> FragmentState:
-    """What the merge with this number makes of a fragment. Merge 0 is the initial model."""
+    """The state of a fragment after the merge with this number. Merge 0 is the initial model."""
     generator = torch.Generator().manual_seed(1000 * number + fragment)
     return FragmentState(torch.randn(numel, generator=generator), torch.randn(numel, generator=generator))
 
 
 class Witness:
-    """What was announced and what was tried, in a file that no fault concerns. A state is the number of the last commit and,
-    for each fragment, its version and the number of the merge that made it."""
+    """A log of states that were announced or attempted, in a file outside the faulty disk.
+
+    A state has the number of the last commit, the commits before it, and for each fragment its version and the number of the
+    merge that made it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("a")
 
-    def say(self, what: str, state: dict[str, Any]) -> None:
+    def write(self, what: str, state: dict[str, Any]) -> None:
         self._file.write(json.dumps([what, state]) + "\n")
         self._file.flush()
 
-    def heard(self) -> list[tuple[str, dict[str, Any]]]:
+    def read(self) -> list[tuple[str, dict[str, Any]]]:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
     def possible(self) -> list[dict[str, Any]]:
-        """The last state announced, and those tried since."""
-        heard = self.heard()
-        last = max(index for index, (what, _) in enumerate(heard) if what == "announced")
-        return [state for _, state in heard[last:]]
+        """The last state announced, and those attempted since."""
+        entries = self.read()
+        last = max(index for index, (what, _) in enumerate(entries) if what == "announced")
+        return [state for _, state in entries[last:]]
 
 
-def found(store: RunStore, witness: Witness) -> dict[str, Any]:
-    """The state of a folder, which must be one of the possible ones, in every part."""
+def check_state(store: RunStore, witness: Witness) -> dict[str, Any]:
+    """The state of a run folder, after checking that it is a possible one in every detail."""
     states, progress, standing = store.load()
     possible = [state for state in witness.possible() if state["number"] == standing.banked_tokens]
     assert possible, f"stands at commit {standing.banked_tokens}, not at any of {witness.possible()}"
@@ -103,7 +105,7 @@ def after(state: dict[str, Any], number: int, fragments: list[int]) -> dict[str,
 
 
 def put(store: RunStore, state: dict[str, Any], witness: Witness) -> None:
-    """One commit, with the merges that lead to this state."""
+    """Write the merges that lead to this state, in one commit."""
     number = state["number"]
     written = []
     for fragment, (version, made) in enumerate(state["fragments"]):
@@ -112,21 +114,21 @@ def put(store: RunStore, state: dict[str, Any], witness: Witness) -> None:
             order = Merge(fragment, version, number, (share,), 0.5, 0.5, 1.0)
             numel = store.identity.layout.fragments[fragment].numel
             written.append(store.write(order, content(fragment, number, numel)))
-    witness.say("tried", state)
+    witness.write("tried", state)
     standing = Standing(number, number, "running", {"island": ("s", 0, number, 0)})
     store.commit(written, standing, [TapeEntry(float(number), records.Repaired(str(number)))])
-    witness.say("announced", state)
+    witness.write("announced", state)
 
 
 def until_it_works(work: Callable[..., Any], *arguments: Any) -> Any:
     for _ in range(TRIES):
         with contextlib.suppress(StoreError):
             return work(*arguments)
-    raise AssertionError(f"{TRIES} tries have failed")
+    raise AssertionError(f"{TRIES} attempts failed")
 
 
 def merge_for_a_while(folder: Path, seed: int, witness: Witness) -> None:
-    """Two processes, one after the other, as the store sees them. A merge that fails is tried again with another result."""
+    """Open the store twice, as two processes in a row would, and merge. A failed merge is retried with another result."""
     chance = random.Random(seed)
     number = 0
 
@@ -139,8 +141,8 @@ def merge_for_a_while(folder: Path, seed: int, witness: Witness) -> None:
 
     for _ in range(2):
         store = until_it_works(RunStore, folder)
-        state = found(store, witness)
-        witness.say("announced", state)
+        state = check_state(store, witness)
+        witness.write("announced", state)
         for _ in range(chance.randint(2, 4)):
             fragments = chance.sample(range(SYNC.fragments), chance.randint(0, SYNC.fragments))
             state = until_it_works(merge, store, state, fragments)
@@ -148,28 +150,28 @@ def merge_for_a_while(folder: Path, seed: int, witness: Witness) -> None:
 
 
 def goes_on(folder: Path, witness: Witness) -> None:
-    """The folder can be opened, stands where it may, takes more merges, and nothing lies about that nobody needs."""
+    """Check that the folder opens in a possible state, takes more merges, and holds no unneeded files."""
     store = RunStore(folder)
-    state = found(store, witness)
-    number = max(state["number"] for _, state in witness.heard())
+    state = check_state(store, witness)
+    number = max(state["number"] for _, state in witness.read())
     for _ in range(2):
         number += 1
         state = after(state, number, list(range(SYNC.fragments)))
         put(store, state, witness)
     store.close()
     store = RunStore(folder)
-    assert found(store, witness) == state
+    assert check_state(store, witness) == state
     store.close()
     files = sorted(path.name for path in (folder / "fragments").iterdir())
     assert len(files) == KEPT_VERSIONS * SYNC.fragments and not any("partial" in name for name in files), files
     read_model(folder)
 
 
-# ---------------------------------------------------------------- processes that die
+# ---------------------------------------------------------------- processes that crash
 
 
 class Stage:
-    """A folder for one process to die in, and what is known of it."""
+    """A folder in which processes crash, and counters of crash points, outcomes and failures."""
 
     def __init__(self, place: Path, template: Path) -> None:
         self.place = place
@@ -182,12 +184,12 @@ class Stage:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         shutil.copytree(self.template, self.place / "disk")
         self.witness = Witness(self.place / "witness")
-        self.witness.say("announced", {"number": 0, "fragments": [[0, 0]] * SYNC.fragments, "before": []})
+        self.witness.write("announced", {"number": 0, "fragments": [[0, 0]] * SYNC.fragments, "before": []})
 
     def fork(
         self, work: Callable[[FaultyDisk], None], call: int = 0, state: Folder | None = None
     ) -> tuple[bool, Folder | None]:
-        """Whether the process died at this call, and what the disk held then and for good."""
+        """Run `work` in a child process that dies at this call. Returns whether it died, and the state of the disk then."""
         left = self.place / "left"
         pid = os.fork()
         if pid == 0:
@@ -209,15 +211,15 @@ class Stage:
 
     def check(self, what: str, check: Callable[[Path], None], folder: Path) -> None:
         self.outcomes += 1
-        said = self.witness.path.read_text()
+        before = self.witness.path.read_text()
         try:
             check(folder)
         except BaseException as error:
             self.failures.append(f"{what}: {type(error).__name__}: {error}")
-        self.witness.path.write_text(said)
+        self.witness.path.write_text(before)
 
     def cut(self, what: str, check: Callable[[Path], None], state: Folder, seed: int, ways: tuple[Cut, ...] = CUTS) -> None:
-        """What a power cut can leave, in several ways."""
+        """Check the states that a power cut can leave, by default of every kind."""
         for how in ways:
             shutil.rmtree(self.place / "cut", ignore_errors=True)
             state.write_out(self.place / "cut", how, random.Random(seed))
@@ -225,7 +227,7 @@ class Stage:
 
 
 def die_everywhere(stage: Stage, seed: int) -> None:
-    """Kill at every call in turn; then the machine goes on, or the power goes as well."""
+    """Kill the process at every disk call in turn, with and without a power cut."""
     call, died = 0, True
     while died:
         call += 1
@@ -239,12 +241,12 @@ def die_everywhere(stage: Stage, seed: int) -> None:
 
 
 def die_everywhere_then_cut(stage: Stage, seed: int) -> None:
-    """Kill at every call; another process takes over and says where it stands; then the power goes."""
+    """Kill the process at every disk call in turn; another process takes over and announces its state; then cut the power."""
     call, died = 0, True
 
     def take_over(disk: FaultyDisk) -> None:
         store = RunStore(stage.place / "disk" / "run")
-        stage.witness.say("announced", found(store, stage.witness))
+        stage.witness.write("announced", check_state(store, stage.witness))
         disk.die_at(disk.calls + 1, disk.last_words or (lambda: None))
         store.commit([], Standing(), [TapeEntry(0.0, records.Repaired("never"))])
 
@@ -261,7 +263,8 @@ def die_everywhere_then_cut(stage: Stage, seed: int) -> None:
 
 
 def die_creating(stage: Stage, seed: int) -> None:
-    """A run is whole or it is none, and none can be made again. Once it was made, it stays."""
+    """Kill the creation of a run at every disk call: the run is either complete or can be created again. Once created, it stays
+    even if the power is cut."""
     model = small_model()
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = stage.place / "made"
@@ -292,7 +295,7 @@ def die_creating(stage: Stage, seed: int) -> None:
             stage.cut(what, check, left, 1000 * seed + call)
         stage.check(what, check, stage.place / "disk")
 
-    stage.set_up()  # and once more, to cut the power just after it was made
+    stage.set_up()  # once more, to cut the power right after creation
     (stage.place / "disk" / "deep").mkdir()
 
     def create_and_die(disk: FaultyDisk) -> None:
@@ -306,7 +309,7 @@ def die_creating(stage: Stage, seed: int) -> None:
 
 
 def fail_everywhere(stage: Stage, seed: int) -> None:
-    """Every call fails in turn, alone or with those after it; later the process is killed at some call, or lives."""
+    """Fail every disk call in turn, alone or with the calls after it; later kill the process or let it live."""
     calls = 0
 
     def count(disk: FaultyDisk) -> None:
@@ -344,7 +347,7 @@ def fail_everywhere(stage: Stage, seed: int) -> None:
 
 
 def die_repairing(stage: Stage, seed: int) -> None:
-    """Kill at every call while an opening replaces a damaged tape and a damaged version, once or twice in a row."""
+    """Kill the process at every disk call while it replaces a damaged tape and a damaged version, sometimes twice in a row."""
     template = stage.template / "run"
     store = RunStore(template)
     for number in range(1, 4):
@@ -393,7 +396,7 @@ def die_repairing(stage: Stage, seed: int) -> None:
 
 
 def _checksums(folder: Path) -> set[int]:
-    """Of all files but those that every process writes."""
+    """Checksums of all files, except those that every process writes."""
     names = ("tape.sqlite", "tape.sqlite-wal", "tape.sqlite-shm", "standing.json", "lock")
     return {file_checksum(path) for path in folder.rglob("*") if path.is_file() and path.name not in names}
 
@@ -415,7 +418,7 @@ def play(script: str, seed: int, place: Path) -> None:
 
 
 def syncers(folder: Path) -> None:
-    """For each number on stdin a syncer, which kills itself at that call to the disk if it is not killed before."""
+    """Run one syncer for each number on stdin. It kills itself at the disk call with that number."""
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
@@ -433,7 +436,7 @@ def syncers(folder: Path) -> None:
 
 
 def _hang_and_die() -> None:
-    # As a disk does that is about to fail. Whatever other threads say too early gets out meanwhile.
+    # A failing disk hangs first. If another thread announces something too early, the pause lets it out.
     threading.Event().wait(0.1)
     os.kill(os.getpid(), signal.SIGKILL)
 

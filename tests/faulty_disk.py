@@ -1,10 +1,10 @@
-"""A disk that fails, and a process that dies, at a chosen call; and what a power cut can leave of what was written.
+"""A disk that fails, or whose process dies, at a chosen call, and the states that a power cut can leave behind.
 
-`FaultyDisk` stands between a process and one folder. It counts every call that changes something there: those of `os`, and
-those of SQLite, whose methods for files are replaced. It also knows which bytes and which names have been synced, so that
-after the process has died `cut` can write out what the disk may hold if the power went as well.
+`FaultyDisk` stands between a process and one folder. It counts every call that changes something there, of `os` and of SQLite,
+whose file methods it replaces. It also tracks which bytes and names have been synced, so that `Folder.write_out` can write a
+state that the disk may hold after a power cut.
 
-It changes the whole process, so it belongs into a child process, except for `full`, which only refuses to write.
+It patches the whole process, so install it in a child process, unless only `full` is used, which merely refuses writes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 DIED = 77
-"""The exit status of a process that died on purpose."""
+"""Exit status of a process that died on purpose."""
 
 Cut = Literal["all lost", "names kept, bytes lost", "bytes kept, names lost", "some"]
 CUTS: tuple[Cut, ...] = ("all lost", "names kept, bytes lost", "bytes kept, names lost", "some")
 
 
-# ---------------------------------------------------------------- what a disk holds, and what it holds for good
+# ---------------------------------------------------------------- contents of a disk, synced and not
 
 
 @dataclass
 class Content:
-    """Of a file: the bytes that were synced last, and the changes since, as (offset, bytes) or (size, None)."""
+    """A file: its synced bytes, and the changes since. A change is a write (offset, bytes) or a truncation (size, None)."""
 
     synced: bytes = b""
     changes: list[tuple[int, bytes | None]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Content:
         self.synced, self.changes = self.after(self.changes), []
 
     def some(self, chance: random.Random) -> bytes:
-        """Writes reach the disk in any order, or not at all, or in part."""
+        """The bytes after a power cut: each unsynced change is kept, lost or torn at random."""
         kept: list[tuple[int, bytes | None]] = []
         for at, new in self.changes:
             luck = chance.random()
@@ -65,13 +65,13 @@ class Content:
 
 @dataclass
 class Folder:
-    """The names that were synced last, and the changes since: (name, what it stands for) or (name, None)."""
+    """A folder: its synced names, and the changes since. A change is (name, content), or (name, None) for a removal."""
 
     synced: dict[str, Content | Folder] = field(default_factory=dict)
     changes: list[tuple[str, Content | Folder | None]] = field(default_factory=list)
 
     def after(self, count: int) -> dict[str, Content | Folder]:
-        """In the order of the changes: file systems keep a log of names."""
+        """The names after the first `count` changes. Journaling file systems keep their order."""
         names = dict(self.synced)
         for name, what in self.changes[:count]:
             if what is None:
@@ -88,6 +88,7 @@ class Folder:
         self.synced, self.changes = self.now, []
 
     def write_out(self, target: Path, how: Cut, chance: random.Random) -> None:
+        """Write a state that a power cut can leave to another folder."""
         target.mkdir()
         count = len(self.changes) if how == "names kept, bytes lost" else chance.randrange(len(self.changes) + 1)
         names = self.after(count if how in ("names kept, bytes lost", "some") else 0)
@@ -101,12 +102,12 @@ class Folder:
 
 
 def scan(path: Path) -> Folder:
-    """A folder in which everything is synced."""
-    found = Folder()
+    """The folder's current contents, all synced."""
+    folder = Folder()
     for entry in path.iterdir():
-        if not entry.name.endswith("-shm"):  # SQLite's shared memory; it means nothing once nobody has it open
-            found.synced[entry.name] = scan(entry) if entry.is_dir() else Content(entry.read_bytes())
-    return found
+        if not entry.name.endswith("-shm"):  # SQLite's shared memory, meaningless once nobody has it open
+            folder.synced[entry.name] = scan(entry) if entry.is_dir() else Content(entry.read_bytes())
+    return folder
 
 
 def to_json(what: Content | Folder, known: dict[int, int] | None = None) -> Any:
@@ -170,13 +171,13 @@ _SYNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
 OK, FULL, CANTOPEN, IOERR_FSYNC, IOERR_TRUNCATE, IOERR_DELETE = 0, 13, 14, 1034, 1546, 2570
 _LOG = 0x80000 | 0x4000 | 0x800
-"""The flags of SQLite's logs. The folder is synced with the first sync of a log that SQLite has made (UNIXFILE_DIRSYNC)."""
+"""Open flags of SQLite's logs. The first sync of a log that SQLite has created syncs its folder too (UNIXFILE_DIRSYNC)."""
 _IN_USE: list[Any] = []
-"""SQLite may call what it was once given as long as the process lives."""
+"""Keeps callbacks alive: SQLite may call them for the life of the process."""
 
 
 class Sqlite:
-    """SQLite's way to files in this process, with `host` asked before each call that changes one."""
+    """Patches SQLite's file methods in this process to ask `host` before each call that changes a file."""
 
     def __init__(self, host: FaultyDisk) -> None:
         library = ctypes.CDLL(_sqlite3.__file__)
@@ -196,7 +197,7 @@ class Sqlite:
         self._vfs.xOpen, self._vfs.xDelete = self._originals
 
     def _on_open(self, vfs: int, name: int | None, file: int, flags: int, out: Any) -> int:
-        # SQLite keeps the pointer to the name, so it must be passed on as it is.
+        # SQLite keeps the pointer to the name, so the original must be passed on.
         path = os.fsdecode(ctypes.string_at(name)) if name else ""
         new = bool(path) and not os.path.exists(path)
         if new and self._host.refuses("sqlite open", path):
@@ -270,7 +271,7 @@ class Sqlite:
 
 
 class FaultyDisk:
-    """Every call to one folder, counted by `calls`; one of them, or some, may fail or be the last."""
+    """Counts the calls that change one folder in `calls`, and lets chosen ones fail or kill the process."""
 
     def __init__(self, root: Path, state: Folder | None = None) -> None:
         self.root = str(root.resolve())
@@ -279,9 +280,9 @@ class FaultyDisk:
         self.at, self.until = 0, -1
         self.last_words: Callable[[], None] | None = None
         self.leave: Callable[[int], object] = os._exit
-        """Ends the process, or in a simulation what stands for it; then this call is refused like all after it."""
+        """Ends the process. A simulation may replace it with a function that returns; the call is then refused."""
         self.full: Callable[[str, str], bool] = lambda what, path: False
-        """Calls that are refused, whatever their number."""
+        """Whether to refuse a call (its name and path), whatever its number."""
         self._files: dict[int, tuple[str, Content | Folder]] = {}
         self._lock = threading.RLock()
         self._real = {
@@ -289,10 +290,11 @@ class FaultyDisk:
         }
 
     def die_at(self, call: int, last_words: Callable[[], None]) -> None:
+        """End the process at this call, after calling `last_words`."""
         self.at, self.until, self.last_words = call, call, last_words
 
     def fail_at(self, call: int, until: int) -> None:
-        """Refuse this call, and all up to another."""
+        """Refuse the calls from `call` to `until`."""
         self.at, self.until, self.last_words = call, until, None
 
     @contextlib.contextmanager
@@ -307,13 +309,13 @@ class FaultyDisk:
             for name, real in self._real.items():
                 setattr(os, name, real)
 
-    # ------------------------------------------------------------ what happened
+    # ------------------------------------------------------------ faults and state
 
     def owns(self, path: str) -> bool:
         return os.path.abspath(path).startswith(self.root + os.sep)
 
     def refuses(self, what: str, path: str, half: Callable[[], None] | None = None) -> bool:
-        """Whether this call fails. Does not return if the process dies at it. Half of a write may have been done then."""
+        """Whether this call fails. Does not return if the process dies here. Odd-numbered calls do `half` of a write first."""
         if not self.owns(path) and os.path.abspath(path) != self.root:
             return False
         self.calls += 1
@@ -421,7 +423,7 @@ class FaultyDisk:
         with self._lock:
             what = self._find(before)
             self._real["replace"](old, new)
-            # Of a rename from one folder to another a power cut may keep either half, both or none.
+            # After a rename between folders, a power cut may keep the new name, the removal of the old, both or neither.
             self._parent(after).changes.append((os.path.basename(after), what))
             self._parent(before).changes.append((os.path.basename(before), None))
 

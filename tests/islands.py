@@ -1,5 +1,5 @@
-"""What tests with real learners share: small models and data, islands as threads, looks into the run folder, and a learner
-made of bare gRPC calls that can say what a proper one never would."""
+"""Helpers for tests with real learners: small models and data, threads, queries of the run folder, and a learner made of raw
+gRPC calls that can send what a real one never would."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(model: nn.Module, optimizers: Any, data: Iterable[tuple[Tensor, Tensor]]) -> int:
-    """The plainest loop there is, for one optimizer or several. Returns the steps taken."""
+    """A plain training loop for one or several optimizers. Returns the number of steps taken."""
     several = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     steps = 0
     for batch in data:
@@ -73,7 +73,7 @@ def train(model: nn.Module, optimizers: Any, data: Iterable[tuple[Tensor, Tensor
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """A model's tensors as the run names them: tied ones once."""
+    """Copies of a model's tensors by the names they have in the run. Tied tensors appear once."""
     return {spec.name: tensor.detach().clone() for spec, tensor in model_tensors(model)}
 
 
@@ -89,16 +89,16 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 
 def poll(ready: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-    """Until `ready` gives something true."""
+    """Wait until `ready` returns something true, and return it."""
     deadline = time.monotonic() + timeout_s
-    while not (found := ready()):
+    while not (result := ready()):
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
         threading.Event().wait(0.005)
-    return found
+    return result
 
 
 def together(*works: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
-    """Each in a thread of its own; the first error of any is raised here."""
+    """Run each function in its own thread and return their results. Raises the first error."""
     results: list[Any] = [None] * len(works)
     errors: list[BaseException] = []
 
@@ -123,11 +123,11 @@ def together(*works: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
 
 
 def learner_threads() -> list[str]:
-    """Those a learner starts and must end; a syncer's are not among them."""
+    """Names of running threads that belong to learners."""
     return [t.name for t in threading.enumerate() if t.name.startswith("skerry-exchange")]
 
 
-# ---------------------------------------------------------------- looks into a run folder, beside a running syncer
+# ---------------------------------------------------------------- queries of a run folder, while the syncer runs
 
 
 def _rows(folder: Path, query: str) -> list[Any]:
@@ -142,6 +142,7 @@ def versions(folder: Path) -> list[int]:
 
 
 def tape(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The tape's records of one kind, as JSON objects."""
     return [json.loads(data) for k, data in _rows(folder, "SELECT kind, data FROM tape ORDER BY seq") if k == kind]
 
 
@@ -149,11 +150,11 @@ def tape_kinds(folder: Path) -> list[str]:
     return [kind for (kind,) in _rows(folder, "SELECT kind FROM tape ORDER BY seq")]
 
 
-# ---------------------------------------------------------------- a learner of bare calls
+# ---------------------------------------------------------------- a learner of raw calls
 
 
 def sealed(message: Any) -> Any:
-    """With the checksum of all but its chunk in the field that is for it."""
+    """A copy of the message with its seal: the checksum of everything but the chunk."""
     without_chunk, whole = type(message)(), type(message)()
     without_chunk.CopyFrom(message)
     without_chunk.ClearField("chunk")
@@ -163,14 +164,14 @@ def sealed(message: Any) -> Any:
 
 
 def flipped(data: bytes, bit: int) -> bytes:
-    """The same but for one bit."""
+    """The data with one bit flipped."""
     changed = bytearray(data)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
 
 
 class RawLearner:
-    """One control stream and one bulk channel. Nothing is checked here, so that everything is checked there."""
+    """A control stream and a bulk channel without any checks, so that tests see those of the syncer."""
 
     def __init__(
         self, address: str, model: nn.Module, fragments: int, name: str = "raw", session: str = "first", shard: str = ""
@@ -187,7 +188,7 @@ class RawLearner:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         self._control = grpc.aio.insecure_channel(self._address, options=options)
         self._bulk = grpc.aio.insecure_channel(self._bulk_address, options=options)
-        # As protobuf by itself reads and writes it, for comparison.
+        # Serialized by protobuf alone, to test that Skerry's own framing is compatible.
         self.open_lane = self._bulk.stream_stream(
             "/skerry.v1.Syncer/Bulk", lambda message: sealed(message).SerializeToString(), pb.BulkToLearner.FromString
         )
@@ -211,14 +212,14 @@ class RawLearner:
         self._outbox.put_nowait(None)
 
     async def receive(self, *kinds: str) -> pb.ToLearner:
-        """The next message of one of these kinds; others are passed over."""
+        """Wait for the next message of one of these kinds and skip others."""
         while True:
             message = await asyncio.wait_for(self._incoming.__anext__(), DEADLINE_S)
             if message.WhichOneof("message") in kinds:
                 return message
 
     async def receive_end(self) -> None:
-        """The syncer ends the stream."""
+        """Wait until the syncer ends the stream."""
         with contextlib.suppress(StopAsyncIteration):
             while True:
                 await asyncio.wait_for(self._incoming.__anext__(), DEADLINE_S)
@@ -229,7 +230,7 @@ class RawLearner:
         return pb.Hello(**{**values, **changes})
 
     async def join(self) -> pb.Welcome:
-        """Up to the start of training."""
+        """Join the run and wait for the start of training."""
         self.send(hello=self.hello())
         message = await self.receive("welcome", "refusal")
         assert message.WhichOneof("message") == "welcome", message.refusal.reason
@@ -247,8 +248,8 @@ class RawLearner:
         self.send(report=pb.Report(**{"step": step, "tokens": 10 * step, "step_time_s": 0.001, **changes}))
 
     def contribution(self, ask: pb.Ask, delta: Tensor | None = None, **changes: Any) -> tuple[pb.Upload, bytes]:
-        """A whole and acceptable answer, but for the changes."""
-        if delta is None:  # progress does not repeat itself
+        """Header and data of a valid answer, with changes applied to the header."""
+        if delta is None:  # repeated progress would be refused
             delta = torch.full((self.layout.fragments[ask.fragment].numel,), 0.125 * (1 + self._step % 64 / 64))
         data = bytes(codecs.raw_bytes(codecs.codec("bf16").encode(delta)))
         values: dict[str, Any] = {
@@ -259,14 +260,14 @@ class RawLearner:
 
     @contextlib.asynccontextmanager
     async def lane(self, **changes: str) -> AsyncIterator[Any]:
-        """A bulk stream of its own, introduced."""
+        """A new bulk stream, after its hello."""
         call = self.open_lane(timeout=DEADLINE_S)
         await call.write(pb.BulkToSyncer(hello=pb.BulkHello(**{"name": self.name, "session": self.session, **changes})))
         yield call
         call.cancel()
 
     async def upload(self, *parts: pb.Upload | bytes, **changes: str) -> pb.UploadReply:
-        """These parts, as they are, on a lane that then ends; gives the first answer."""
+        """Send these headers and chunks unchanged on a new stream, end it, and return the first reply."""
         async with self.lane(**changes) as lane:
             for part in parts:
                 await lane.write(pb.BulkToSyncer(chunk=part) if isinstance(part, bytes) else pb.BulkToSyncer(upload=part))
@@ -277,13 +278,14 @@ class RawLearner:
             return reply.reply
 
     async def give(self, ask: pb.Ask, delta: Tensor | None = None, **changes: Any) -> pb.UploadReply:
+        """Answer a question with a valid contribution, except for the changes."""
         identity = {key: changes.pop(key) for key in ("name", "session") if key in changes}
         header, data = self.contribution(ask, delta, **changes)
         chunks = [bytes(chunk(memoryview(data), number)) for number in range(count_chunks(len(data)))]
         return await self.upload(header, *chunks, **identity)
 
     async def download(self, fragment: int, version: int, **changes: str) -> tuple[pb.Fetched, bytes]:
-        """The header and what came with it. A refusal has a reason and no bytes."""
+        """Fetch a version and return its header and data. A refusal has a reason and no bytes."""
         header, data = None, b""
         async with self.lane(**changes) as lane:
             await lane.write(pb.BulkToSyncer(fetch=pb.Fetch(fragment=fragment, version=version)))

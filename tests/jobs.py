@@ -1,4 +1,4 @@
-"""The small job that tests with real processes train: a step takes a few milliseconds."""
+"""A tiny training job for tests with real processes. A step takes a few milliseconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def tiny_job(tokens: int, *, begin_share: float = 0.0, **changes: dict[str, Any]) -> str:
-    """As TOML, with some settings of some tables changed."""
+    """The job as TOML, with changed settings by table."""
     lines = [f"begin_share = {begin_share}"]
     for table, defaults in DEFAULTS.items():
         settings = {**defaults, **({"tokens": tokens} if table == "train" else {}), **changes.get(table, {})}

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import psutil
@@ -26,14 +27,16 @@ import skerry
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
 from skerry.checksum import checksum
 from skerry.config import SyncConfig
+from skerry.core.exchange import Question
 from skerry.errors import WireError
 from skerry.learner import device
-from skerry.learner.contribute import Contributor
+from skerry.learner.contribute import Contributor, Encoded
 from skerry.learner.pinned import PinnedMemory
 from skerry.learner.replica import Snapshot
 from skerry.learner.transport import routes as routes_module
 from skerry.learner.transport import sidecar as sidecars
 from skerry.learner.transport.meter import Meter
+from skerry.learner.transport.reachability import Reachability
 from skerry.learner.transport.routes import Routes
 from skerry.learner.transport.sidecar import Endpoint, Gone, Sidecar
 from skerry.learner.transport.stream import MOST_CHUNKS, Download, NotAsWanted, TooLarge
@@ -252,17 +255,21 @@ def test_a_snapshot_is_not_kept_while_what_was_made_of_it_is_sent() -> None:
     async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
         return work(*arguments)
 
-    async def upload(encoded: object) -> None:
+    async def upload(*_: object) -> pb.UploadReply:
         kept.append(reference())
+        return pb.UploadReply(accepted=True)
 
     kept: list[Snapshot | None] = []
+    routes = Mock(shard_of=lambda _: "", to_send=lambda *_: types.SimpleNamespace(upload=upload))
     session: Any = types.SimpleNamespace(
-        replica=types.SimpleNamespace(quick=False), exchange=types.SimpleNamespace(has_questions=lambda: False)
+        replica=types.SimpleNamespace(quick=False), exchange=types.SimpleNamespace(has_questions=lambda: False), routes=routes
     )
-    contributor: Any = Contributor(session, types.SimpleNamespace(in_thread=at_once), None)  # type: ignore[arg-type]
-    contributor._encode, contributor._upload = lambda give, snapshot: "encoded", upload
+    contributor: Any = Contributor(session, types.SimpleNamespace(in_thread=at_once), Reachability("a"))  # type: ignore[arg-type]
+    contributor._encode = lambda give, snapshot: Encoded(memoryview(b""), 0)
+    contributor._header = contributor._delivered = lambda *_: None
     snapshot = Snapshot(0, 1, None, lambda: torch.empty(0))
-    reference, giving = weakref.ref(snapshot), contributor._encode_and_upload(None, snapshot)
+    give = types.SimpleNamespace(question=Question(0, 1, 0), again=False)
+    reference, giving = weakref.ref(snapshot), contributor._contribute(give, snapshot)
     del snapshot
     asyncio.run(giving)
     assert kept == [None]

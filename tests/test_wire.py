@@ -900,7 +900,7 @@ def join(address: str) -> None:
 @pytest.mark.parametrize("ask", [join, lambda a: open_channel(a, None), lambda a: describe(a, None, timeout_s=1)])
 @pytest.mark.parametrize("host", ["10.1.2.3", "syncer.example.org", "0.0.0.0", "[2001:db8::1]"])
 def test_plain_text_is_refused_off_loopback(host: str, ask: Callable[[str], object], caplog) -> None:
-    with pytest.raises(ConfigError, match="is not this machine, and without TLS anyone on the way") as error:
+    with pytest.raises(ConfigError, match="is not this machine, and without TLS anyone on the network") as error:
         ask(f"{host}:7070")
     assert "\n" not in str(error.value) and not caplog.records
 

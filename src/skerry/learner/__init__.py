@@ -1,1 +1,1 @@
-"""The part of Skerry that lives in an island: it counts, sends and adopts beside a training loop it never holds up."""
+"""The learner: counts steps, sends contributions and adopts merged versions beside an island's training loop."""

@@ -1,6 +1,6 @@
-"""Work beside the training thread: tasks on the process's event loop, and a few threads that copy, encode and decode.
+"""Work beside the training thread: tasks on the shared event loop, and a few threads that copy, encode and decode.
 
-A bug in that work must not end the training loop, but the loop must hear of it: `on_defect` is called once.
+An unexpected exception there must not end the training loop, but must reach it: it is passed to `on_bug`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from skerry.wire.loop import shared_loop
 
 WORKERS = 4
-"""Beside a GPU they mostly wait for it."""
+"""Threads that copy, encode and decode. With a GPU they mostly wait for it."""
 
 T = TypeVar("T")
 
 
 class DaemonWorkers(Executor):
-    """Unlike the threads of ThreadPoolExecutor, these never keep the interpreter from exiting."""
+    """An executor with daemon threads: unlike those of ThreadPoolExecutor, they never keep the interpreter from exiting."""
 
     def __init__(self, count: int, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -53,36 +53,38 @@ class DaemonWorkers(Executor):
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # and with it its arguments and result, which may hold much of the device's memory
+            del job  # its arguments and result may hold device memory
 
 
 class Background:
-    def __init__(self, on_defect: Callable[[BaseException], None]) -> None:
+    """The event loop, tasks and threads of one learner."""
+
+    def __init__(self, on_bug: Callable[[BaseException], None]) -> None:
         self.loop = shared_loop()
-        self._on_defect = on_defect
+        self._on_bug = on_bug
         self._pool = DaemonWorkers(WORKERS, "skerry-exchange")
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def call(self, act: Callable[[], None]) -> None:
-        """From any thread: do this on the event loop, soon."""
+        """Run `act` on the event loop soon. Safe to call from any thread."""
         self.loop.call_soon_threadsafe(self._guarded, act)
 
     def call_later(self, seconds: float, act: Callable[[], None]) -> None:
-        """On the event loop."""
+        """Run `act` after a delay. Call it on the event loop."""
         self.loop.call_later(seconds, self._guarded, act)
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Exceptions of callbacks would otherwise go unseen."""
+        """Run a callback. asyncio would only log its exceptions."""
         if self._closed:
             return
         try:
             act()
         except Exception as error:
-            self._on_defect(error)
+            self._on_bug(error)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """On the event loop."""
+        """Start a task. Call it on the event loop."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -90,13 +92,13 @@ class Background:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_defect(error)
+            self._on_bug(error)
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await self.loop.run_in_executor(self._pool, work, *arguments)
 
     async def cancel_all(self) -> None:
-        """On the event loop: nothing is done any more."""
+        """Cancel every task and ignore later callbacks. Call it on the event loop."""
         self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -104,5 +106,5 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def shut_down(self) -> None:
-        """From the training thread, last."""
+        """Stop the threads. The training thread calls this last."""
         self._pool.shutdown()

@@ -1,7 +1,7 @@
-"""The learner's connection to the syncer, on an event loop in the background, while training goes on.
+"""The learner's connection to the syncer. Runs on a background event loop while training goes on.
 
-It never writes the model: finished downloads wait in the session for the training thread. When the syncer goes away it tries
-again, with back-off, for ever.
+It never writes the model: finished downloads wait in the session for the training thread. When the syncer is away, the
+connection is retried with back-off for ever.
 """
 
 from __future__ import annotations
@@ -46,13 +46,16 @@ from skerry.wire.service import SyncerStub
 log = logging.getLogger("skerry.learner")
 
 CONNECTIONS = 4
-"""For bulk data. Opened lazily; small models never need more than one."""
+"""TCP connections for bulk data. Opened lazily; small models never need more than one."""
 BACK_OFF_S = (0.2, 5.0)
-SAY_AGAIN_S = (60.0, 3600.0)
-"""How soon an island without a syncer says so again, at first and later."""
+"""First and longest pause between two attempts to connect."""
+WARN_AGAIN_S = (60.0, 3600.0)
+"""Warn that the syncer is still away after this long, then each time the absence doubles, but at least once an hour."""
 
 
 class Connection:
+    """Owns the background work of one learner: connects, reconnects, and creates the session on first contact."""
+
     def __init__(
         self,
         address: str,
@@ -69,12 +72,12 @@ class Connection:
         self._model, self._tls, self._seams, self._region = model, tls, seams, region
         device = next((tensor.device for _, tensor in model_tensors(model)), None)
         self._platform = f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads"
-        """What arithmetic to the bit depends on."""
+        """Everything that bitwise reproducible arithmetic depends on."""
         self._connections, self._capped = connections, cap_mbit > 0
         self.sent, self.received = Meter(cap_mbit), Meter(cap_mbit)
-        self.background = Background(self._broken)
+        self.background = Background(self._stop_on_bug)
         self.news = threading.Condition()
-        """Notified until there is a session, whose own lock is notified from then on."""
+        """Notified when the session exists or the attempt has failed. After that, `session.lock` is notified."""
         self.session: Session | None = None
         self.failure: SkerryError | None = None
         self.last_error = "no attempt yet"
@@ -96,16 +99,16 @@ class Connection:
 
     @property
     def inbox(self) -> Inbox:
-        assert self._inbox is not None, "there is no session yet"
+        assert self._inbox is not None, "no session yet"
         return self._inbox
 
     @property
     def transfers(self) -> Transfers:
-        assert self._transfers is not None, "there is no session yet"
+        assert self._transfers is not None, "no session yet"
         return self._transfers
 
     def keep_state(self, courier: StateCourier) -> None:
-        """From now on this island has an optimizer state that peers may ask for, and that is kept from time to time."""
+        """From now on, serve the optimizer state to peers that ask for it and save it periodically."""
         self.courier = courier
         self.inbox.give_state = lambda asked: self.background.spawn(courier.answer(asked))
 
@@ -118,7 +121,7 @@ class Connection:
         self.background.call(self.inbox.declare_data)
 
     def want_report(self) -> None:
-        """Soon, and not only when the next one is due."""
+        """Send a report soon, even if none is due."""
         self.transfers.reporter.wanted = True
         self.transfers.wake()
 
@@ -145,7 +148,7 @@ class Connection:
         if self.session is not None:
             self.session.release()
             self.transfers.forget_all()
-        give_back()  # the loop may train on for long without a run
+        give_back()  # the process may go on for long without the run
 
     # ------------------------------------------------------------ on the event loop
 
@@ -154,14 +157,14 @@ class Connection:
             await self._stay_connected()
         except asyncio.CancelledError:
             pass
-        except Exception as error:  # the training loop must not die of a bug in the exchange, nor wait for it
+        except Exception as error:  # a bug in the exchange must neither crash nor block the training loop
             log.exception("the exchange stopped")
             self._fail(WireError(f"the exchange stopped: {error!r}"))
         finally:
             ending = self.background.loop.create_task(self._end())
             try:
                 while not ending.done():
-                    with contextlib.suppress(asyncio.CancelledError):  # told to end once more
+                    with contextlib.suppress(asyncio.CancelledError):  # cancelled a second time
                         await asyncio.shield(ending)
             finally:
                 self._over.set()
@@ -170,7 +173,7 @@ class Connection:
         await self.background.cancel_all()
         if self._sidecar is not None:
             await self._sidecar.close()
-            self._sidecar = None  # it holds memory
+            self._sidecar = None  # it refers to the pinned memory
 
     def _set_closing(self) -> None:
         self._closing = True
@@ -186,8 +189,8 @@ class Connection:
         else:
             log.error("%s is no longer part of the run: %s", self.name, error)
 
-    def _broken(self, error: BaseException) -> None:
-        """A bug in Skerry. The training loop must not die of it, but it must hear of it."""
+    def _stop_on_bug(self, error: BaseException) -> None:
+        """Stop the exchange after an unexpected exception, which is a bug. The training loop sees it as `failure`."""
         log.error("the exchange stopped", exc_info=error)
         self._fail(WireError(f"the exchange stopped: {error!r}"))
         self._set_closing()
@@ -196,7 +199,7 @@ class Connection:
 
     async def _stay_connected(self) -> None:
         pause, loop = BACK_OFF_S[0], self.background.loop
-        alone_since = say_at = 0.0
+        alone_since = warn_at = 0.0
         while not self._dismissed and not self._closing:
             try:
                 await self._one_connection()
@@ -208,16 +211,16 @@ class Connection:
                 if isinstance(error, ConfigError) and self.session is None:
                     self._fail(error)
                     return
-                self.last_error = str(error)  # once joined, a ConfigError is a certificate that is just being replaced
+                self.last_error = str(error)  # after the first join, a ConfigError is a certificate file being replaced
             if self._dismissed or self._closing:
                 return
             pause = min(pause * 1.6, BACK_OFF_S[1])
             if self._lost_syncer():
-                pause, alone_since, say_at = BACK_OFF_S[0], loop.time(), SAY_AGAIN_S[0]
-            if alone_since and loop.time() - alone_since >= say_at:
-                say_at = min(2 * say_at, say_at + SAY_AGAIN_S[1])
+                pause, alone_since, warn_at = BACK_OFF_S[0], loop.time(), WARN_AGAIN_S[0]
+            if alone_since and loop.time() - alone_since >= warn_at:
+                warn_at = min(2 * warn_at, warn_at + WARN_AGAIN_S[1])
                 alone_s = loop.time() - alone_since
-                log.warning("%s is without the syncer for %.0f s (%s); training goes on", self.name, alone_s, self.last_error)
+                log.warning("%s has had no syncer for %.0f s (%s); training goes on", self.name, alone_s, self.last_error)
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
 
     @property
@@ -225,7 +228,7 @@ class Connection:
         return self.session is not None and self.session.goodbye is not None
 
     def _lost_syncer(self) -> bool:
-        """True if it was connected until now."""
+        """Mark the session disconnected. Returns whether it was connected before."""
         session = self.session
         if session is None:
             return False
@@ -237,7 +240,7 @@ class Connection:
         return lost
 
     async def _one_connection(self) -> None:
-        """Connect, and talk until the stream ends."""
+        """Connect, and handle messages until the stream ends."""
         async with contextlib.AsyncExitStack() as opened:
             channels = [
                 await opened.enter_async_context(open_channel(self.address, self._tls)) for _ in range(1 + self._connections)
@@ -253,7 +256,7 @@ class Connection:
             loop = asyncio.get_running_loop()
             reader = loop.create_task(self.inbox.listen(stream))
             beat = loop.create_task(self._heartbeat(session, stream, routes))
-            beat.add_done_callback(self._heart_stopped)
+            beat.add_done_callback(self._heartbeat_ended)
             try:
                 await reader
             finally:
@@ -263,13 +266,14 @@ class Connection:
                 await routes.close()
 
     async def _prepare_for(self, description: pb.RunDescription) -> Session:
+        """The session, created on first contact. Raises JoinRefused if the syncer serves another run than before."""
         if self.session is not None:
             if description.run_id != self.session.run_id:
                 raise JoinRefused(f"the syncer at {self.address} now serves another run ({description.run_id})")
             return self.session
         sync: SyncConfig = from_json(SyncConfig, description.sync_json)
         layout = split([spec for spec, _ in model_tensors(self._model)], sync.fragments)
-        # In a thread: it may allocate gigabytes.
+        # In a thread, because it may allocate gigabytes.
         replica = await self.background.in_thread(Replica, self._model, layout, sync, self._seams.snapshot)
         session = Session(self.name, description.run_id, sync, replica)
         reachability = Reachability(self.name)
@@ -284,7 +288,7 @@ class Connection:
         with self.news:
             self.session = session
             self.news.notify_all()
-        if (shared := replica.model_device.shared) is not None and not self._capped:  # under a cap there is never much to carry
+        if (shared := replica.model_device.shared) is not None and not self._capped:  # a capped link never needs a sidecar
             self._sidecar = Sidecar(shared[0], shared[1], self.sent, self.received)
             self.background.spawn(self._start_sidecar(self._sidecar, session))
         return session
@@ -292,7 +296,7 @@ class Connection:
     async def _start_sidecar(self, sidecar: Sidecar, session: Session) -> None:
         try:
             await sidecar.start(self.name, session.id, self._connections, self._tls)
-        except Exception as error:  # nothing depends on it
+        except Exception as error:  # the sidecar is optional
             log.warning("%s carries bulk data in the training process: %s", self.name, error)
 
     def _hello(self, session: Session) -> pb.Hello:
@@ -330,6 +334,6 @@ class Connection:
             if self.courier is not None and self.courier.time_to_keep(self._seams.clock.now()):
                 self.background.spawn(self.background.in_thread(self.courier.keep_beside))
 
-    def _heart_stopped(self, task: asyncio.Task[None]) -> None:
+    def _heartbeat_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._broken(error)
+            self._stop_on_bug(error)

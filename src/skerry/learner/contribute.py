@@ -1,4 +1,4 @@
-"""Answers to the syncer's questions: a snapshot is taken between two steps, encoded, and sent until it is delivered."""
+"""Answers the syncer's questions: takes a snapshot between two steps, encodes it, and sends it until it is delivered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("skerry.learner")
 
 RETRY_S = 0.5
 ENCODED_AT_ONCE = 2
-"""While one waits for the GPU, another may begin; each takes a few times its size there."""
+"""Contributions encoded at a time. Two keep the GPU busy; each needs a few times its own size in GPU memory."""
 
 
 @dataclass(frozen=True)
@@ -35,30 +35,31 @@ class Encoded:
 
 
 class Answers(NamedTuple):
-    """Answers to all questions that can be answered at one moment."""
+    """Answers to all questions that can be answered now."""
 
     given: list[tuple[Give, Snapshot | Encoded]]
-    """Each with a new snapshot, or if it is sent once more, its bytes."""
+    """Each with a new snapshot, or with the bytes encoded before if it is sent again."""
     nothings: list[Question]
+    """Questions to which this learner has nothing to give."""
 
 
 class Contributor:
-    """Runs on the event loop; background threads copy and encode."""
+    """Sends contributions. Runs on the event loop; background threads copy and encode."""
 
     def __init__(self, session: Session, background: Background, reachability: Reachability) -> None:
         self._session, self._background, self._reachability = session, background, reachability
         self.send: Callable[[pb.ToSyncer], None] = lambda message: None
-        """To the syncer; set for each connection."""
+        """Sends a control message; replaced on each connection."""
         self._answering = False
         self._encoders = asyncio.Semaphore(ENCODED_AT_ONCE)
         self._encoding: set[int] = set()
-        """Fragments whose last answer is not encoded yet. Asked again after a new welcome, they give the same answer."""
+        """Fragments whose last answer is still being encoded. If asked again after a reconnect, the same answer is sent."""
         self._encoded: dict[int, Encoded] = {}
         """By fragment: the last answer, until it is delivered."""
         self._sending: set[tuple[Routes, int, int]] = set()
 
     def answer(self) -> None:
-        """Answer every question that can be answered, unless that is in progress."""
+        """Answer every open question that can be answered, unless answering is already in progress."""
         replica = self._session.replica
         if self._answering:
             return
@@ -77,7 +78,7 @@ class Contributor:
             self._answering = False
         self._give(found)
         if any(found):
-            self._session.wake()  # more questions may have come meanwhile
+            self._session.wake()  # more questions may have arrived in the meantime
 
     def _wait_for_snapshots(self) -> Answers:
         session = self._session
@@ -86,8 +87,8 @@ class Contributor:
         return self._take_snapshots()
 
     def _take_snapshots(self) -> Answers:
-        """Snapshots for every question that can be answered, all from the same moment between two optimizer steps. The caller
-        holds the gate; it is released here."""
+        """Take snapshots for every question that can be answered, all between the same two steps. The caller holds the gate;
+        this releases it."""
         session, found = self._session, Answers([], [])
         try:
             with session.lock:
@@ -114,7 +115,7 @@ class Contributor:
             self._background.spawn(self._contribute(give, source))
 
     async def _contribute(self, give: Give, source: Snapshot | Encoded) -> None:
-        """Encode an answer and send it until it is delivered, no longer wanted, or the connection has been replaced."""
+        """Encode an answer and send it until it is delivered, no longer wanted, or the connection is replaced."""
         session, routes, question = self._session, self._session.routes, give.question
         assert routes is not None
         if isinstance(source, Encoded):
@@ -126,15 +127,15 @@ class Contributor:
                 encoded = await self._background.in_thread(self._encode, give, source)
             if session.exchange.has_questions():
                 session.wake()
-        del source  # a snapshot holds a copy on the device and the version before, and sending may take long
+        del source  # a snapshot holds device memory, and sending may take long
         sending = (routes, question.fragment, question.round)
         if sending in self._sending:
-            return  # the same question came again while this answer was being encoded
+            return  # the question was repeated while this answer was being encoded
         self._sending.add(sending)
         header, resume = self._header(give, encoded), give.again
         try:
             while True:
-                shard = routes.shard_of(question.fragment)  # looked up now: it may change while the transfer runs
+                shard = routes.shard_of(question.fragment)  # looked up first: it may change during the transfer
                 try:
                     reply = await routes.to_send(question.fragment, encoded.data).upload(header, encoded.data, resume)
                 except WireError as error:
@@ -149,7 +150,7 @@ class Contributor:
                 resume = True
                 await asyncio.sleep(RETRY_S)
                 if session.routes is not routes or session.closing:
-                    return  # after a new welcome the syncer asks again if it still wants the answer
+                    return  # after a reconnect the syncer asks again if it still wants the answer
                 with session.lock:
                     wanted = session.exchange.still_wanted(question)
                 if not wanted:
@@ -159,7 +160,7 @@ class Contributor:
             self._sending.discard(sending)
 
     def _encode(self, give: Give, snapshot: Snapshot) -> Encoded:
-        """On a GPU this waits until the step before the snapshot has been computed."""
+        """Encode a snapshot. On a GPU this waits for the step before the snapshot."""
         session = self._session
         data = raw_bytes(session.replica.encode(snapshot))
         encoded = Encoded(data, checksum(data))

@@ -1,7 +1,7 @@
-"""The device a model trains on: streams that copy and encode beside training, and host memory set aside for the exchange.
+"""The device a model trains on: CUDA streams for copying and encoding, and pinned host memory for the exchange.
 
-On a CPU all of this is trivial. On a GPU, kernels of the exchange run on streams of their own. Events order them against the
-training stream, so the training thread never waits on the host for them.
+On a CPU all of this is trivial. On a GPU the exchange runs its kernels on streams of its own. Events order them against the
+training stream, so the training thread never blocks on them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from skerry.tensors.codecs.codec import Codec
 from skerry.tensors.fragments import SET_ASIDE_SHARE, Layout
 
 SETS_ASIDE = ("cuda",)
-"""Device types beside which memory for the exchange is set aside when an island joins."""
+"""Device types for which pinned memory is allocated when an island joins."""
 PASSING_BYTES = 128 << 20
-"""How much optimizer state is copied at a time beside a GPU."""
+"""Optimizer state is copied from a GPU in pieces of this size."""
 
 
 @dataclass(frozen=True)
 class SetAside:
-    """Pinned memory of one island."""
+    """The pinned memory of one island."""
 
     versions: PinnedMemory
     """Versions held and versions about to be adopted."""
@@ -36,10 +36,12 @@ class SetAside:
     incoming: PinnedMemory
     """Encoded differences between versions."""
     passing: PinnedMemory
-    """Optimizer state on its way to ordinary memory."""
+    """Staging buffer for optimizer state on its way to ordinary memory."""
 
 
 class ModelDevice:
+    """Orders the exchange's reads and writes of parameters against training."""
+
     def __init__(self, device: torch.device, layout: Layout, sent: Sequence[Codec], published: Sequence[Codec]) -> None:
         """`sent` and `published` are the codecs of each fragment's contributions and versions."""
         self.device = device
@@ -62,14 +64,14 @@ class ModelDevice:
                 PinnedMemory(PASSING_BYTES, 1, device, streams[:1]),
             )
             with self.on_side():
-                # Kernels compile on first use. Compiled now, they do not delay the first exchange.
+                # Kernels compile on first use; compile them now rather than during the first exchange.
                 for codec, fragment in zip(sent, layout.fragments, strict=True):
                     codec.encode(torch.zeros(fragment.numel, dtype=torch.float32, device=device))
 
     # ------------------------------------------------------------ the training thread
 
     def before_write(self) -> None:
-        """Call before parameters are written, holding the gate: kernels that still read them go first."""
+        """Make writes of parameters wait for kernels that still read them. Call it before a write, holding the gate."""
         if self.cuda:
             current = torch.cuda.current_stream(self.device)
             for event in self._being_read:
@@ -77,58 +79,59 @@ class ModelDevice:
             self._being_read.clear()
 
     def after_write(self) -> None:
-        """Call after parameters were written, holding the gate."""
+        """Record that parameters were written. Call it after a write, holding the gate."""
         if self.cuda:
             self._written = _recorded(torch.cuda.current_stream(self.device))
 
     def step_done(self) -> None:
-        """Call after a step, once everything that can be adopted is in the model."""
+        """Record the end of a step. Call it once all adoptable versions are in the model."""
         self._step_end = self._written
 
     def keep_up(self) -> None:
-        """Call before each step, without the gate: waits until the GPU has finished the step before.
+        """Wait until the GPU has finished the previous step. Call it before each step, without the gate.
 
-        The GPU has this step's gradients to compute meanwhile, so it does not idle. If the host ran further ahead, snapshots
-        and adoptions would come that much later.
+        The GPU does not idle: it still has this step's gradients to compute. If the host ran further ahead, snapshots and
+        adoptions would be delayed by as many steps.
         """
         if self._step_end is not None:
             self._step_end.synchronize()
 
     def use(self, tensor: Tensor, event: Any) -> None:
-        """Make the current stream wait for `event` before it uses a tensor of another stream."""
+        """Make the current stream wait for `event` before it uses a tensor from another stream."""
         if self.cuda:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
             tensor.record_stream(current)
 
-    # ------------------------------------------------------------ beside it
+    # ------------------------------------------------------------ background threads
 
     def on_side(self) -> contextlib.AbstractContextManager[Any]:
-        """Kernels started inside run beside those of the training thread."""
+        """Run kernels on the side stream, parallel to training."""
         return torch.cuda.stream(self._side) if self.cuda else contextlib.nullcontext()
 
     def on_copies(self) -> contextlib.AbstractContextManager[Any]:
-        """The same on a second stream, which never waits behind an encoder."""
+        """Run kernels on the copy stream, which never waits behind an encoder."""
         return torch.cuda.stream(self._copies) if self.cuda else contextlib.nullcontext()
 
     def recorded(self) -> Any:
-        """An event for all work given to the current stream so far; None on a CPU."""
+        """An event for all work queued on the current stream so far; None on a CPU."""
         return _recorded(torch.cuda.current_stream(self.device)) if self.cuda else None
 
     def after_writes(self) -> None:
-        """Work given to the side stream from now on sees the parameters as they were last written."""
+        """Make the side stream wait for the last write of the parameters."""
         if self._written is not None:
             self._side.wait_event(self._written)
 
     def reads(self) -> Any:
-        """The side stream reads parameters up to here; they are not written before it has. Holding the gate."""
+        """Protect parameters from writes until the current stream has read them. Call it after queueing the reads, holding the
+        gate. Returns the event of the last read."""
         event = self.recorded()
         if event is not None:
             self._being_read.append(event)
         return event
 
     def fetch(self, flat: Tensor) -> tuple[Tensor, Any]:
-        """A copy of a host tensor on the device, and the event of its arrival."""
+        """Copy a host tensor to the device. Returns the copy and the event of its arrival."""
         if not self.cuda:
             return flat, None
         with self.on_copies():
@@ -136,7 +139,7 @@ class ModelDevice:
 
     @property
     def shared(self) -> tuple[PinnedMemory, PinnedMemory] | None:
-        """Memory for outgoing and incoming data that another process can map; None if there is none."""
+        """Outgoing and incoming memory that another process can map; None if it is not shared."""
         pinned = self.pinned
         if pinned is None or min(pinned.outgoing.descriptor, pinned.incoming.descriptor) < 0:
             return None
@@ -151,11 +154,11 @@ class ModelDevice:
         at_last: Callable[[], None],
         between_steps: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> list[Tensor]:
-        """Copies, on the host, of tensors that only the optimizer writes.
+        """Copy tensors that only the optimizer writes to the host.
 
-        `find` and `at_last` are called inside `between_steps()`: the first when copying begins, the second when the last tensor
-        has been read. On a CPU all copies are from one moment. On a GPU training goes on between pieces of PASSING_BYTES, so
-        tensors may be a few steps apart.
+        `find` lists the tensors when copying begins; `at_last` runs when the last of them has been read. Both are called
+        inside `between_steps()`. On a CPU all copies are from the same step. On a GPU training goes on between pieces of
+        PASSING_BYTES, so tensors may be a few steps apart.
         """
         pinned = self.pinned
         if pinned is None:
@@ -164,39 +167,39 @@ class ModelDevice:
                 at_last()
             return copies
         tensors: list[Tensor] | None = None
-        whole: list[Tensor] = []
-        at = start = 0  # the next tensor, and the next of its bytes
+        copies = []
+        at = start = 0  # index of the next tensor, and its next byte
 
-        def pass_some() -> None:
-            nonlocal tensors, whole, at, start
+        def copy_piece() -> None:
+            nonlocal tensors, copies, at, start
             free = pinned.passing.take(PASSING_BYTES, torch.uint8)
             passing: list[tuple[Tensor, Tensor]] = []
             with between_steps(), self.on_side():
                 if tensors is None:
                     tensors = find()
-                    whole = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+                    copies = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
                 self.after_writes()
                 while at < len(tensors) and free.numel():
                     source = _as_bytes(tensors[at].detach().contiguous())[start:][: free.numel()]
-                    target = _as_bytes(whole[at])[start:][: free.numel()]
-                    here, free = free[: source.numel()], free[source.numel() :]
-                    here.copy_(source, non_blocking=True)
-                    passing.append((target, here))
+                    target = _as_bytes(copies[at])[start:][: free.numel()]
+                    staged, free = free[: source.numel()], free[source.numel() :]
+                    staged.copy_(source, non_blocking=True)
+                    passing.append((target, staged))
                     start += source.numel()
-                    if start == _as_bytes(whole[at]).numel():
+                    if start == _as_bytes(copies[at]).numel():
                         at, start = at + 1, 0
                 event = self.reads()
                 if at == len(tensors):
                     at_last()
             if event is not None:
                 event.synchronize()
-            for target, here in passing:
-                target.copy_(here)
+            for target, staged in passing:
+                target.copy_(staged)
 
         while tensors is None or at < len(tensors):
-            with self._passing:  # released between pieces, so that others get their turn
-                pass_some()
-        return whole
+            with self._passing:  # released between pieces so that other copies can take turns
+                copy_piece()
+        return copies
 
 
 def _most_bytes(codecs: Sequence[Codec], layout: Layout) -> int:

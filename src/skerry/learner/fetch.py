@@ -1,4 +1,4 @@
-"""Merged fragments: fetched when they are announced, decoded, and made ready for the training thread to adopt."""
+"""Fetches merged fragments when they are announced, decodes them, and prepares them for the training thread to adopt."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from skerry.wire import skerry_pb2 as pb
 log = logging.getLogger("skerry.learner")
 
 RETRY_S = 0.5
-OVERTAKEN = 5
+WARN_OVERTAKEN = 5
+"""Warn when this many versions of a fragment in a row were replaced before they arrived."""
 MAX_DIFFERENCES = 64
-"""More than any syncer keeps: a learner does not allocate memory for whatever is declared."""
+"""Most differences accepted in one download. A syncer keeps fewer; the limit bounds memory whatever a peer declares."""
 
 
 class Fetcher:
-    """On the event loop; background threads decode."""
+    """Downloads versions. Runs on the event loop; background threads decode."""
 
     def __init__(
         self,
@@ -43,11 +44,12 @@ class Fetcher:
         self._session, self._background, self._reachability = session, background, reachability
         self._sidecar = sidecar
         self._downloads: dict[int, Download] = {}
-        """By fragment: what has arrived of a version survives broken connections."""
+        """By fragment: downloads in progress. Chunks that have arrived survive a broken connection."""
         self._overtaken: Counter[int] = Counter()
-        """By fragment: versions in a row that were replaced while they were in flight."""
+        """By fragment: consecutive versions that were replaced while in flight."""
 
     async def fetch(self, version: Version) -> None:
+        """Fetch and prepare a version. Failures are retried after a pause."""
         session, fragment = self._session, version.fragment
         routes = session.routes
         if routes is None:
@@ -79,7 +81,7 @@ class Fetcher:
             else:
                 prepared = await self._background.in_thread(self._prepare, *arguments)
         except WireError as error:
-            log.debug("%s: fragment %d did not arrive as it was sent: %s", session.name, fragment, error)
+            log.debug("%s: fragment %d arrived damaged: %s", session.name, fragment, error)
             self._fetch_again(version, routes)
             return
         with session.lock:
@@ -95,7 +97,7 @@ class Fetcher:
         return self._session.replica.receive(header.fragment, codec, byte_tensor(data), had, since_step, header.floor)
 
     def _download(self, wanted: pb.Fetch) -> Download:
-        """The one in progress, if it is for the same; else a new one."""
+        """The download in progress if it is for the same request, else a new one."""
         download = self._downloads.get(wanted.fragment)
         if download is None or download.wanted != wanted:
             if download is not None:
@@ -106,15 +108,15 @@ class Fetcher:
         return download
 
     def _came_too_late(self, fragment: int) -> None:
-        """Another version replaced the one in flight. Once is nothing; if it always happens, this island never has anything to
-        give."""
+        """Count a version that was replaced while in flight. Now and then is harmless, but an island that never gets a version
+        in time never contributes."""
         self._overtaken[fragment] += 1
-        if self._overtaken[fragment] == OVERTAKEN:
-            what = f"versions of fragment {fragment} are replaced before they arrive, {OVERTAKEN} times in a row"
-            log.warning("%s: %s: a larger H or fewer bits would suit its link (skerry plan)", self._session.name, what)
+        if self._overtaken[fragment] == WARN_OVERTAKEN:
+            what = f"{WARN_OVERTAKEN} versions of fragment {fragment} in a row were replaced before they arrived"
+            log.warning("%s: %s; use a larger H or fewer bits for this link (see skerry plan)", self._session.name, what)
 
     def _room(self, wanted: pb.Fetch) -> memoryview | None:
-        """Memory shared with the sidecar. It carries differences; a whole version is rare."""
+        """Memory shared with the sidecar, or None. Only differences go through it; whole versions are rare."""
         sidecar = self._sidecar()
         if sidecar is None or not sidecar.running or not wanted.HasField("have"):
             return None
@@ -132,7 +134,7 @@ class Fetcher:
         session = self._session
 
         def again() -> None:
-            if session.routes is routes:  # a new connection has started to fetch by itself
+            if session.routes is routes:  # else a new connection has already started its own fetch
                 with session.lock:
                     session.exchange.fetch_failed(version)
                 session.wake()
@@ -140,7 +142,7 @@ class Fetcher:
         self._background.call_later(RETRY_S, again)
 
     async def fetch_fixed(self, part: int) -> None:
-        """Tensors nobody trains, which the syncer serves as one more fragment."""
+        """Fetch the tensors that nobody trains, which the syncer serves as one additional fragment."""
         session, routes = self._session, self._session.routes
         assert routes is not None
         try:
@@ -152,13 +154,13 @@ class Fetcher:
             log.debug("%s: the fixed part was not fetched: %s", session.name, error)
 
             def again() -> None:
-                if session.routes is routes:  # a new connection has started to fetch it by itself
+                if session.routes is routes:  # else a new connection has already started its own fetch
                     self._background.spawn(self.fetch_fixed(part))
 
             self._background.call_later(RETRY_S, again)
             return
         if session.fixed_loaded:
-            return  # and training may have begun
+            return  # training may already be running
         session.replica.load_fixed(load(bytes(data)))
         with session.lock:
             session.fixed_loaded = True
@@ -166,7 +168,7 @@ class Fetcher:
         session.wake()
 
     def _newest_here(self, fragment: int) -> tuple[int | None, Tensor | None]:
-        """The newest version of a fragment that is whole here, waiting to be adopted or in the model."""
+        """Number and values of the newest complete version of a fragment: ready to be adopted, or in the model."""
         session, held = self._session, self._session.exchange.held[fragment]
         if held.fetched is not None and fragment in session.prepared:
             return held.fetched.version, session.prepared[fragment].values
@@ -177,7 +179,7 @@ class Fetcher:
         fragment = layout.fragments[header.fragment]
         name = self._session.sync.publish if header.HasField("since") else FP32.name
         if header.codec != name:
-            raise WireError(f"fragment {header.fragment} should be in {name}, {header.codec!r} declared")
+            raise WireError(f"fragment {header.fragment} was declared as {header.codec!r}, expected {name}")
         return fragment_codec(name, layout, fragment)
 
     def _check_size(self, wanted: pb.Fetch, header: pb.Fetched) -> None:
@@ -185,18 +187,18 @@ class Fetcher:
         if wanted.fragment == len(layout.fragments):
             limit = (1 << 20) + 9 * sum(spec.numel for spec in layout.tensors) + 1024 * len(layout.tensors)
             if header.codec != "safetensors" or header.size_bytes > limit:
-                raise WireError(f"the fixed part is declared as {header.size_bytes} bytes of {header.codec!r}")
+                raise WireError(f"the fixed part was declared as {header.size_bytes} bytes of {header.codec!r}")
             return
         codec, numel = self._codec(header), layout.fragments[header.fragment].numel
         differences = 1
         if header.HasField("since"):
             differences = wanted.version - header.since
             if not wanted.HasField("have") or header.since != wanted.have or differences > MAX_DIFFERENCES:
-                raise WireError(f"fragment {wanted.fragment} was sent as differences to version {header.since}")
+                raise WireError(f"fragment {wanted.fragment} was sent as differences from version {header.since}")
         expected = differences * codec.size_bytes(numel)
         if header.size_bytes != expected:
-            what = f"fragment {wanted.fragment} should be {expected} bytes in {header.codec}"
-            raise WireError(f"{what}, {header.size_bytes} declared")
+            what = f"fragment {wanted.fragment} in {header.codec} was declared as {header.size_bytes} bytes"
+            raise WireError(f"{what}, expected {expected}")
 
     def forget_all(self) -> None:
         self._downloads.clear()

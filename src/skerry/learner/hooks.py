@@ -1,7 +1,7 @@
-"""Optimizer hooks: what tells a learner where an inner step begins and ends, without changing the loop.
+"""Optimizer hooks that tell a learner where an inner step begins and ends, without changing the loop.
 
-A loop may have several optimizers. An inner step is done when the last of them has stepped. If the last one is skipped (by a
-GradScaler that found infinities, say), the step is done when the next one begins.
+A loop may have several optimizers. An inner step ends when the last of them has stepped. If the last is skipped, for example by
+a GradScaler that found infinities, the step ends when the next step begins.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class StepHooks:
         done: Callable[[], None],
         name: str,
     ) -> None:
-        """`new_step` is called before the first optimizer of an inner step, `begin` before each, `part_done` after each but the
+        """`new_step` runs before the first optimizer of an inner step, `begin` before each, `part_done` after each but the
         last, and `done` once all have stepped."""
         self._new_step, self._begin, self._part_done, self._done = new_step, begin, part_done, done
         self._name = name
-        self._order = {id(optimizer): place for place, optimizer in enumerate(optimizers)}
+        self._order = {id(optimizer): index for index, optimizer in enumerate(optimizers)}
         self._last = -1
-        """The place of the optimizer that stepped last in this inner step; -1 between two."""
+        """Index of the optimizer that stepped last in this inner step; -1 between steps."""
         self._first_seen = False
         self._outer_call: FrameType | None = None
         self._handles: list[Any] = []
@@ -49,14 +49,14 @@ class StepHooks:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         caller = sys._getframe(1)
         if self._outer_call is not None and _is_within(caller, self._outer_call):
-            return  # an optimizer whose step() calls that of its base class: torch hooks both
+            return  # a step() that calls its base class's step(): torch hooks both
         self._outer_call = caller
-        place = self._order[id(optimizer)]
-        self._check_order(place)
-        if self._last < 0 or place <= self._last:
+        index = self._order[id(optimizer)]
+        self._check_order(index)
+        if self._last < 0 or index <= self._last:
             self._new_step()
-        if place <= self._last:
-            # The inner step before did not reach the last optimizer: some were skipped, or step() raised.
+        if index <= self._last:
+            # The previous inner step never reached the last optimizer: it was skipped, or step() raised.
             self._last = -1
             self._done()
         self._begin()
@@ -65,25 +65,25 @@ class StepHooks:
         if sys._getframe(1) is not self._outer_call:
             return
         self._outer_call = None
-        place = self._order[id(optimizer)]
-        if place == len(self._order) - 1:
+        index = self._order[id(optimizer)]
+        if index == len(self._order) - 1:
             self._last = -1
             self._done()
         else:
-            self._last = place
+            self._last = index
             self._part_done()
 
-    def _check_order(self, place: int) -> None:
-        """A scaler may skip the first optimizer, so this proves nothing. But if they are in another order, versions would be
-        put into the model in the middle of an iteration."""
-        if not self._first_seen and place > 0:
-            which = f"number {place + 1} of {len(self._order)}"
-            log.warning("%s: the first optimizer to step is %s; give them in their order", self._name, which)
+    def _check_order(self, index: int) -> None:
+        """Warn if the optimizers seem to be listed in the wrong order, which would adopt versions in mid-iteration. Only a
+        warning: a scaler may have skipped the first optimizer."""
+        if not self._first_seen and index > 0:
+            which = f"number {index + 1} of {len(self._order)}"
+            log.warning("%s: the first optimizer to step is %s; pass them to join in the order they step", self._name, which)
         self._first_seen = True
 
 
 def _is_within(frame: FrameType, outer: FrameType) -> bool:
-    """Is `outer` among the callers of `frame`? If not, its call has ended, by an exception."""
+    """Whether `outer` is among the callers of `frame`. If not, its call has ended with an exception."""
     caller = frame.f_back
     while caller is not None and caller is not outer:
         caller = caller.f_back

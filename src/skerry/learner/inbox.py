@@ -17,27 +17,30 @@ from skerry.wire.channel import TLS, check_reachable
 
 log = logging.getLogger("skerry.learner")
 
-PUMPED = ("welcome", "ask", "announce", "stop", "begin")
-"""Messages after which something may be sent or fetched."""
+STARTS_TRANSFERS = ("welcome", "ask", "announce", "stop", "begin")
+"""Messages after which there may be something to send or fetch."""
 
 
 class Inbox:
+    """Turns each message from the syncer into changes of the session."""
+
     def __init__(self, session: Session, transfers: Transfers, background: Background, tls: TLS | None) -> None:
         self._session, self._transfers, self._background, self._tls = session, transfers, background, tls
         self.give_state: Callable[[pb.GiveState], None] = lambda asked: None
-        """A peer wants this island's optimizer state; set once it has one."""
+        """Sends optimizer state to a peer; set once this island has some."""
         self.lost_at_step: int | None = None
-        """Where the learner was when it lost the syncer, until it is back."""
+        """The learner's step when it lost the syncer; None while connected."""
 
     async def listen(self, stream: ControlStream) -> None:
-        """Receive messages until the syncer says goodbye or ends the stream. Raises JoinRefused, or WireError if it breaks."""
+        """Handle messages until the syncer says goodbye or ends the stream. Raises JoinRefused, or WireError if the stream
+        breaks."""
         async for message in stream.messages():
             self.receive(message)
             if self._session.goodbye is not None:
                 break
 
     def receive(self, message: pb.ToLearner) -> None:
-        """Raises JoinRefused, or WireError for a message that no syncer of this run would send."""
+        """Apply one message. Raises JoinRefused, or WireError for a message that makes no sense in this run."""
         session, exchange, kind = self._session, self._session.exchange, message.WhichOneof("message")
         _check_fragments(message, len(exchange.held))
         if kind in ("welcome", "places"):
@@ -73,11 +76,11 @@ class Inbox:
             elif kind == "caution":
                 session.quarantined = message.caution.quarantined
                 state = "no longer merged" if session.quarantined else "merged again"
-                log.warning("%s: its contributions are %s: %s", session.name, state, message.caution.reason)
+                log.warning("%s: contributions are %s: %s", session.name, state, message.caution.reason)
             elif kind == "goodbye" and message.goodbye.final:
                 self._dismissed(message.goodbye)
             session.lock.notify_all()
-        if kind in PUMPED:
+        if kind in STARTS_TRANSFERS:
             self._transfers.pump()
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
@@ -94,7 +97,7 @@ class Inbox:
         session.quarantined = welcome.quarantined
         if self.lost_at_step is not None:
             alone = exchange.step - self.lost_at_step
-            log.warning("%s is back with the syncer after %d steps on its own", session.name, alone)
+            log.warning("%s is back with the syncer after %d steps alone", session.name, alone)
             self.lost_at_step = None
         self._transfers.ready_sent = welcome.resumed
         exchange.welcomed(tuple(welcome.versions), tuple(welcome.merged_rounds), tuple(welcome.counted), welcome.step)
@@ -113,7 +116,7 @@ class Inbox:
             self._session.fail(JoinRefused(goodbye.reason))
 
     def declare_data(self) -> None:
-        """Say which data this learner can read."""
+        """Tell the syncer which data sets this learner can read."""
         session = self._session
         if session.connected and session.pools and not session.leaving:
             pools = [pb.Pool(name=pool.name, size=pool.size, fingerprint=pool.fingerprint) for pool in session.pools]
@@ -122,13 +125,13 @@ class Inbox:
 
     def say_leaving(self) -> None:
         if self._session.connected:
-            self._transfers.reporter.report()  # first: if there is nothing to hand over, the goodbye may come before the next
+            self._transfers.reporter.report()  # first: with nothing to hand over, the goodbye may come before the next report
             self._transfers.send(pb.ToSyncer(leaving=pb.Leaving()))
 
     def _place(self, places: pb.Places) -> None:
         fragments, shards = len(self._session.exchange.held), len(places.addresses)
         if shards and (len(places.of_fragment) != fragments or max(places.of_fragment, default=0) >= shards):
-            raise WireError(f"the syncer does not say for each of {fragments} fragments at which of {shards} shards it is")
+            raise WireError(f"the syncer did not assign each of {fragments} fragments to one of {shards} shards")
         if self._session.routes is not None:
             addresses = [address if self._is_usable(address) else "" for address in places.addresses]
             self._session.routes.place(addresses, places.of_fragment)
@@ -145,10 +148,10 @@ class Inbox:
 
 
 def _check_fragments(message: pb.ToLearner, fragments: int) -> None:
-    """A syncer of this run speaks of its fragments only."""
+    """Raise WireError for a message about a fragment that does not exist."""
     kind = message.WhichOneof("message")
     if kind == "welcome" and len(message.welcome.versions) != fragments:
         raise WireError(f"the syncer has {len(message.welcome.versions)} fragments, this learner {fragments}")
     named = message.ask.fragment if kind == "ask" else message.announce.fragment if kind == "announce" else 0
     if named >= fragments:
-        raise WireError(f"the syncer speaks of fragment {named}, but there are {fragments}")
+        raise WireError(f"the syncer named fragment {named} of {fragments}")

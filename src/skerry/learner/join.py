@@ -1,4 +1,4 @@
-"""`skerry.join`: attach a model and its optimizer to a run. The user's loop keeps its shape."""
+"""`skerry.join`: attach a model and its optimizer to a run, without changing the training loop."""
 
 from __future__ import annotations
 
@@ -36,23 +36,42 @@ def join(
     cap_mbit: float = 0.0,
     seams: Seams | None = None,
 ) -> Learner:
-    """Attach this process to the run that the syncer at `address` serves.
+    """Attach this process to the run served by the syncer at `address`.
 
-    Returns once the model holds the run's current weights and the syncer has given the start. From then on
-    `optimizer.step()` counts, sends and adopts. Give several optimizers in the order in which they step: an inner step is
-    done when the last of the list has stepped.
+    Blocks until the model holds the run's current weights and the syncer starts training. From then on hooks on
+    `optimizer.step()` count steps, send contributions and adopt merged versions; the network work runs in the background.
+
+        learner = skerry.join("127.0.0.1:7070", model, optimizer, name="east-0", tokens_per_step=8192)
+        with learner:
+            for batch in loader:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if learner.finished:
+                    break
 
     Args:
-        name: keep it the same when the island is restarted, so that it takes its old place; by default host and process.
-        tokens_per_step: how much one inner step counts in merging, unless `learner.count` says so step by step.
-        tls: certificate files; by default from SKERRY_TLS_CA, SKERRY_TLS_CERT and SKERRY_TLS_KEY. Needed off loopback.
-        timeout_s: how long to look for the syncer. Waiting for the other islands to start is not limited.
-        keep: a folder on this machine in which the optimizer's state is written from time to time, for a process that takes
-            this one's place. Without it, and on another machine, the state comes from a peer.
-        region: where this island is, for data that is pinned to a region.
-        connections: over how many connections large fragments are spread; one alone cannot fill a long link.
-        cap_mbit: Mbit/s that this island may use each way; 0 means no limit.
-        seams: for tests and chaos: another clock, altered snapshots.
+        address: host:port of the syncer.
+        model: overwritten with the run's weights. It must have the same tensors as the model the run was created from.
+        optimizer: one optimizer, or several in the order in which they step. An inner step ends when the last has stepped.
+        name: name of this island, by default host and process id. Keep it the same across restarts so that the new process
+            replaces the old one.
+        tokens_per_step: weight of one inner step when contributions are merged; `Learner.count` overrides it step by step.
+        tls: certificate files, by default from SKERRY_TLS_CA, SKERRY_TLS_CERT and SKERRY_TLS_KEY. Required off loopback.
+        timeout_s: how long to try to reach the syncer. Waiting for other islands to start has no limit.
+        keep: a local folder for periodic copies of the optimizer state. A process restarted under the same name restores
+            it from there. Without a usable copy, the state comes from a peer.
+        region: region of this island. Data sets that `SyncConfig.pins` pins to a region go only to islands of that region.
+        connections: TCP connections for bulk data. Large fragments are spread over all of them, because one connection
+            rarely fills a long link.
+        cap_mbit: bandwidth limit in Mbit/s for each direction; 0 means no limit.
+        seams: replaceable parts (clock, snapshots) for tests and fault injection.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ConfigError: the address, the TLS files or the model cannot be used as they are.
+        JoinRefused: the syncer rejects this learner: another model, another protocol version, another run.
+        WireError: no syncer answered within `timeout_s`, or the run is over.
     """
     if connections < 1 or cap_mbit < 0:
         raise ValueError(f"connections must be >= 1 and cap_mbit >= 0, got {connections!r} and {cap_mbit!r}")
@@ -81,15 +100,15 @@ def join(
 
 
 def _wait_for_start(connection: Connection, clock: Clock, timeout_s: float) -> Session:
-    """Until the model holds the run's weights and the syncer has given the start. Raises SkerryError."""
+    """Wait until the model holds the run's weights and the syncer starts training. Raises SkerryError."""
     deadline = clock.now() + timeout_s
-    nobody = f"no syncer answered at {connection.address} within {timeout_s:.0f} s"
+    no_answer = f"no syncer answered at {connection.address} within {timeout_s:.0f} s"
     with connection.news:
         while connection.session is None:
             if connection.failure is not None:
                 raise connection.failure
             if clock.now() >= deadline:
-                raise WireError(f"{nobody}: {connection.last_error}")
+                raise WireError(f"{no_answer}: {connection.last_error}")
             connection.news.wait(1.0)
     session = connection.session
     with session.lock:
@@ -99,16 +118,17 @@ def _wait_for_start(connection: Connection, clock: Clock, timeout_s: float) -> S
             if session.goodbye is not None:
                 raise WireError(f"the syncer at {connection.address} turned {session.name} away: {session.goodbye}")
             if clock.now() >= deadline and not session.connected:
-                raise WireError(f"{nobody}: {connection.last_error}")
+                raise WireError(f"{no_answer}: {connection.last_error}")
             session.lock.wait(1.0)
             session.adopt_ready()
     return session
 
 
 def _check_one_process(model: nn.Module) -> None:
-    """Ranks that average gradients but adopt versions each at its own moment would silently drift apart."""
+    """Reject models trained by several ranks: each rank would adopt versions at its own time, and they would silently drift
+    apart."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel) and dist.get_world_size(module.process_group) > 1:
-            raise ConfigError("an island is one process: one that is trained by several ranks (DDP) cannot join")
+            raise ConfigError("an island is one process: a model trained by several ranks (DDP) cannot join")
     if sharded := [name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")]:
         raise ConfigError(f"an island is one process: {sharded[0]} is spread over several ranks (FSDP, tensor parallel)")

@@ -1,7 +1,7 @@
-"""An island's part in a run, as its training loop sees it. Made by `skerry.join`.
+"""The handle that `skerry.join` returns to a training loop.
 
-Everything on the training thread happens in optimizer hooks: before a step the gate closes; after it the step is counted,
-fetched fragments are adopted, and the gate opens. Outside lock-step nothing here waits for the network.
+All work on the training thread happens in optimizer hooks. The gate closes before a step. After the step, the hooks count it,
+adopt fetched fragments and open the gate. Outside lock-step they never wait for the network.
 """
 
 from __future__ import annotations
@@ -32,11 +32,16 @@ log = logging.getLogger("skerry.learner")
 
 OptimizerSource = Literal["fresh", "own", "peer", "cold"]
 OWN_STATE_ROUNDS, OWN_STATE_SHARE = 10, 0.1
-"""A state that was kept is used if it is not older than this many times H steps, or this share of the run so far."""
+"""A kept optimizer state is recent if it is at most OWN_STATE_ROUNDS * H steps or OWN_STATE_SHARE of the run behind."""
 
 
 class Learner:
-    """An island's part in a run. Made by `join`."""
+    """One island's membership in a run, as its training loop sees it. Create it with `skerry.join`.
+
+    Use it as a context manager: a normal exit calls `leave`, an exception calls `detach`. While the syncer is away, training
+    goes on (except in lock-step) and the connection is retried in the background. If the island is put out of the run,
+    `finished` becomes true and `failure` says why.
+    """
 
     def __init__(
         self,
@@ -58,9 +63,9 @@ class Learner:
         self._courier = StateCourier(session, connection.background, state)
         connection.keep_state(self._courier)
         self._run_tokens = session.run_tokens
-        """As of the beginning of this step: what a schedule reads does not change within a step."""
+        """Sampled when a step begins, so that a schedule reads the same number throughout the step."""
         session.journal.began_step(1, self._run_tokens)
-        self._warn_of_strangers(optimizers)
+        self._warn_of_unknown(optimizers)
         self._hooks = StepHooks(
             optimizers,
             new_step=self._keep_up,
@@ -70,15 +75,18 @@ class Learner:
             name=session.name,
         )
 
-    def _warn_of_strangers(self, optimizers: Sequence[Optimizer]) -> None:
+    def _warn_of_unknown(self, optimizers: Sequence[Optimizer]) -> None:
         trained = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
-        strangers = self._replica.strangers_among(trained)
-        if strangers:
-            few = f"{strangers} of {len(trained)} trained tensors"
-            log.warning("%s: %s are not in the model that joined: only this island has them", self.name, few)
+        unknown = self._replica.count_unknown(trained)
+        if unknown:
+            share = f"{unknown} of {len(trained)} trained tensors"
+            log.warning("%s: %s are not in the model that joined: other islands never see them", self.name, share)
 
     def recover(self, keep: Path | None) -> None:
-        """Give the optimizer a state, if the run has begun: its own that was kept, a healthy peer's, or none."""
+        """If the run has already begun, restore the optimizer state: from `keep`, else from a healthy peer, else not at all.
+
+        From now on the state is saved to `keep` periodically. `join` calls this.
+        """
         if self._exchange.step > 0:
             self._optimizer_state = self._recovered(keep)
         self._courier.keep = keep
@@ -92,7 +100,7 @@ class Learner:
                 self._restored("own", kept.origin, kept.journal)
                 return "own"
         except WireError as error:
-            log.warning("%s: the state that was kept cannot be used: %s", self.name, error)
+            log.warning("%s: the kept optimizer state cannot be used: %s", self.name, error)
         try:
             parts, origin = self._courier.fetch()
             state.restore(parts)
@@ -104,70 +112,80 @@ class Learner:
             return "cold"
 
     def _restored(self, source: str, origin: Sequence[tuple[str, int]] = (), inherited: str = "") -> None:
-        """`origin` says for each part whose it was after how many steps; `inherited` is what that session had not handed over
-        of its journal."""
+        """Record where the state came from: `origin` has the session and its step count for each part, `inherited` the journal
+        entries which that session had not handed over."""
         with self._session.lock:
             self._session.journal.restored(source, origin, inherited)
         self._connection.send(pb.ToSyncer(restored=pb.Restored(source=source)))
 
-    # ------------------------------------------------------------ what a loop may look at
+    # ------------------------------------------------------------ what a loop may read
 
     @property
     def name(self) -> str:
+        """Name of this island."""
         return self._session.name
 
     @property
     def slot(self) -> int:
-        """This island's number in the run, from 0; a natural way to divide data."""
+        """Number of this island in the run, from 0. Use it to divide data when you do not lease it with `sampler`."""
         return self._session.slot
 
     @property
     def step(self) -> int:
-        """This island's place in the run."""
+        """Step of the run that this island has reached."""
         return self._exchange.step
 
     @property
     def finished(self) -> bool:
-        """The run is closing: leave the loop, then call `leave`."""
+        """Whether to stop training: the run is closing, `stop` was called, or this island was put out of the run. Leave the
+        loop, then call `leave`."""
         return self._exchange.phase == "stopped"
 
     @property
     def connected(self) -> bool:
+        """Whether the syncer is connected right now. Training goes on either way."""
         return self._session.connected and not self._left
 
     @property
     def optimizer_state(self) -> OptimizerSource:
-        """Where the optimizer's state came from: "fresh" at the start of a run; for a later joiner "own" (kept by the process
-        before it), "peer", or "cold". With "cold" the first steps want a smaller learning rate."""
+        """Where the optimizer state came from.
+
+        "fresh" when joining at the start of a run. When joining later: "own" (kept by the previous process of this name),
+        "peer" (copied from another island) or "cold" (none found: use a smaller learning rate for the first steps).
+        """
         return self._optimizer_state
 
     @property
     def quarantined(self) -> bool:
-        """The syncer does not merge this learner's contributions at present, because several in a row were unhealthy."""
+        """Whether the syncer currently refuses to merge this island, because several contributions in a row were unhealthy."""
         return self._session.quarantined
 
     @property
     def failure(self) -> Exception | None:
-        """Why this learner is no longer part of the run, if it is not."""
+        """Why this island is no longer part of the run; None while it is."""
         return self._session.failure
 
     @property
     def run_tokens(self) -> int:
-        """Tokens all islands together had trained on when this step began, as told by the syncer. Schedules follow this."""
+        """Tokens that all islands together had trained on when this step began, as last reported by the syncer. Use it to
+        drive learning-rate schedules."""
         return self._run_tokens
 
     @property
     def progress(self) -> float:
-        """Share of the run's budget that is spent; 0 for a run without a budget."""
+        """Share of the run's token budget that is spent, 0 to 1; 0 for a run without a budget."""
         budget = self._session.sync.budget_tokens
-        # Within a step nothing changes. When there are no more steps, what was heard last counts.
+        # No step follows the last one, so the newest count is safe to use then.
         tokens = self._session.run_tokens if self.finished else self._run_tokens
         return min(1.0, tokens / budget) if budget else 0.0
 
-    # ------------------------------------------------------------ what a loop may tell
+    # ------------------------------------------------------------ what a loop may call
 
     def count(self, tokens: int) -> None:
-        """Tokens (or samples) that go into the current inner step. Without this every step counts `tokens_per_step`."""
+        """Add tokens (or samples) to the current inner step.
+
+        Steps without a call count `tokens_per_step`. Raises ValueError if `tokens` is not a whole number >= 0.
+        """
         try:
             number = operator.index(tokens)
         except TypeError:
@@ -177,41 +195,51 @@ class Learner:
         self._counted = (self._counted or 0) + number
 
     def sampler(self, size: int | Mapping[str, int], batch: int, *, seed: int = 0, batches_per_step: int = 1) -> LeasedSampler:
-        """Data leased from the run, for `DataLoader(dataset, batch_sampler=learner.sampler(len(dataset), batch=8))`.
+        """Lease data from the run, as a batch sampler for a torch DataLoader.
 
-        Islands then share one seeded shuffle of the data: no item is trained on twice in an epoch, what an island had not
-        finished when it died goes to another, and the run's ledger accounts for every sample. The loop ends when the run
-        closes. Islands that do not call this bring their own data, as they like.
+            loader = DataLoader(dataset, batch_sampler=learner.sampler(len(dataset), batch=8))
+
+        All islands share one seeded shuffle: no item is trained on twice in an epoch, items leased to an island that dies go
+        to another island, and the run's ledger accounts for every sample. Iteration ends when the run closes. Islands that
+        do not lease bring their own data.
 
         Args:
-            size: items in the data set, the same on all islands; or several sizes by name. Batches are lists of items then, or
-                of (name, item). A data set that `SyncConfig.pins` pins to a region is given only to islands that joined with
-                that region.
-            batch: items in a list.
-            seed: seed of the shuffle; the same on all islands.
-            batches_per_step: lists that go into one inner step, for loops that accumulate gradients. Every inner step must use
-                as many; a loop that reads batches and then does not step must call `skip_step`.
+            size: number of items in the data set, the same on all islands. For several data sets, a mapping of name to size;
+                batches then hold (name, item) pairs. A data set that `SyncConfig.pins` pins to a region is leased only to
+                islands that joined with that region.
+            batch: items per batch.
+            seed: seed of the shuffle, the same on all islands.
+            batches_per_step: batches per inner step, for gradient accumulation. Every inner step must use exactly this many;
+                call `skip_step` if the loop reads them and does not step.
+
+        Raises:
+            ValueError: a size, `batch` or `batches_per_step` is below 1.
+            ConfigError: while iterating, if the syncer leases no such data to this island.
+            WireError: while iterating, if there is no data yet and the syncer stays away.
         """
         return LeasedSampler(self._connection, self._session, size, batch, seed, batches_per_step, self._clock)
 
     def skip_step(self) -> None:
-        """The batches of one inner step were read from a sampler, and the step is not taken."""
+        """Give up the batches read from a sampler for one inner step that is not taken."""
         with self._session.lock:
             self._session.leases.skip_step()
 
     def leased(self, pools: Sequence[Pool], batch: int) -> LeasedRanges:
-        """The same for loops that turn sample numbers into data themselves, one batch per step."""
+        """Lease ranges of sample numbers, one batch per step, for loops that turn them into data themselves."""
         return LeasedRanges(self._connection, self._session, tuple(pools), batch, clock=self._clock)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """For whatever the loop does to the weights outside of `optimizer.step()`: Skerry neither reads nor writes them inside.
+        """Keep Skerry from reading or writing the weights while the loop changes them outside `optimizer.step()`.
 
-        A change that stays (a projection, clipped weights) counts as progress. Weights that are only swapped in, such as an
-        average that is to be evaluated, must be swapped out again before the end.
+            with learner.hold():
+                clip_weights(model)
+
+        A lasting change, such as a projection or clipping, counts as progress. Temporary weights, such as an average to be
+        evaluated, must be swapped back before the block ends. Raises RuntimeError inside a step or after a step that raised.
         """
         if self._in_step:
-            raise RuntimeError("hold() is for what is done between two steps, not inside of one or after one that raised")
+            raise RuntimeError("hold() works only between two steps, not inside a step or after a step that raised")
         self._take_gate()
         self._replica.model_device.before_write()
         try:
@@ -221,19 +249,20 @@ class Learner:
             self._open_gate()
 
     def report(self, loss: float) -> None:
-        """The latest training loss: for display, and for `SyncConfig.rollback`."""
+        """Report the latest training loss, for display and for `SyncConfig.rollback`."""
         self._session.loss = loss
 
     def leave(self, timeout_s: float = 60.0) -> None:
-        """Hand over what is left, say goodbye and detach. Safe to call twice.
+        """Hand over the remaining progress, say goodbye and detach. Safe to call twice.
 
-        Raises what `failure` holds if the learner was put out of the run or its exchange broke.
+        Waits at most `timeout_s` for the syncer, then detaches with a warning. Raises `failure` if this island was put out of
+        the run or a bug stopped the exchange.
         """
         if self._left:
             return
         self._left = True
         self._hooks.remove()
-        self._replica.between_steps = True  # an unfinished step of several optimizers is handed over as it is
+        self._replica.between_steps = True  # with several optimizers, a half-done step is handed over as it is
         self._open_gate()
         session = self._session
         with session.lock:
@@ -249,12 +278,12 @@ class Learner:
                     if session.goodbye is not None or session.failure is not None:
                         break
                     if left <= 0:
-                        log.warning("%s left without a goodbye: no answer from the syncer in %.0f s", self.name, timeout_s)
+                        log.warning("%s left without a goodbye: the syncer did not answer in %.0f s", self.name, timeout_s)
                         break
                     if not self._exchange.adoptable():
                         session.lock.wait(min(left, 1.0))
             self._adopt_ready()
-            if session.goodbye != OVER:  # a run that is over needs it no more
+            if session.goodbye != OVER:  # nobody resumes a run that is over
                 self._courier.keep_now()
         finally:
             self._connection.close()
@@ -262,7 +291,7 @@ class Learner:
             raise session.failure
 
     def stop(self) -> None:
-        """End training here, as if the run were closing: `finished` becomes true, and nothing waits any more."""
+        """Make `finished` true and wake the loop if it waits, as if the run were closing. Safe to call from any thread."""
         with self._session.lock:
             self._exchange.stop()
             self._session.lock.notify_all()
@@ -277,7 +306,7 @@ class Learner:
             self.detach()
 
     def detach(self) -> None:
-        """Drop out at once, as a crash would; what was not handed over is lost."""
+        """Drop out at once, as a crash would. Progress that was not handed over is lost."""
         self._left = True
         self._hooks.remove()
         self._open_gate()
@@ -287,7 +316,7 @@ class Learner:
 
     def _keep_up(self) -> None:
         if self._replica.is_captured():
-            raise ConfigError("optimizer.step() cannot be part of a CUDA graph: Skerry would not hear of the steps it takes")
+            raise ConfigError("optimizer.step() cannot be part of a CUDA graph: replaying the graph skips Skerry's step hooks")
         self._replica.model_device.keep_up()
 
     def _begin_step(self) -> None:
@@ -336,8 +365,7 @@ class Learner:
             self._replica.gate.release()
 
     def _adopt_ready(self) -> None:
-        """The gate always comes before the lock."""
-        with self._replica.gate, self._session.lock:
+        with self._replica.gate, self._session.lock:  # lock order: gate, then lock
             self._session.adopt_ready()
 
     def _wait_in_lock_step(self) -> None:
@@ -357,5 +385,6 @@ class Learner:
             session.pace.waited(self._clock.now())
 
 
-def is_recent(kept: int, step: int, every: int) -> bool:
-    return step - kept <= max(OWN_STATE_ROUNDS * every, OWN_STATE_SHARE * step)
+def is_recent(kept_step: int, step: int, every: int) -> bool:
+    """Whether an optimizer state kept at `kept_step` is still better than a peer's."""
+    return step - kept_step <= max(OWN_STATE_ROUNDS * every, OWN_STATE_SHARE * step)

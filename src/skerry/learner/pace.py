@@ -1,4 +1,4 @@
-"""How fast an island steps, as it tells the syncer: the usual time of a step, and what went beyond it."""
+"""How fast an island steps, for its reports to the syncer: the usual step time, and time lost to stalls and waiting."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import statistics
 from collections import deque
 
 STALL = 3.0
-"""A step that takes this many times as long as usual stalls for the rest of its time."""
+"""Time beyond this many usual step times counts as a stall."""
 REMEMBERED = 15
+"""Steps in the moving median."""
 
 
 class Pace:
-    """Written by the training thread, read by the link."""
+    """Step timing. Written by the training thread, read by the reporter."""
 
     def __init__(self) -> None:
         self.step_time_s = 0.0
-        """The median, so that one pause does not look like slowness for a while."""
+        """Median of the last steps, so that a single pause does not distort it."""
         self.longest_s = 0.0
-        """The longest time between two steps since the last report."""
+        """Longest time between two steps since the last report."""
         self.stalled_s = 0.0
-        """Of all time between steps, what went beyond three times the usual."""
+        """Total time lost to stalls."""
         self.waited_s = 0.0
-        """Of all time, what the training thread spent waiting for the exchange."""
+        """Total time the training thread has waited for the exchange."""
         self._last_at: float | None = None
         self._times: deque[float] = deque(maxlen=REMEMBERED)
 
@@ -36,5 +37,5 @@ class Pace:
         self._last_at = now
 
     def waited(self, now: float) -> None:
-        """Until now it waited for others, as lock-step asks for: that is no slowness of its own."""
+        """Restart the step timer after a wait in lock-step, which must not count as slowness of this island."""
         self._last_at = now

@@ -1,8 +1,7 @@
-"""Host memory that a GPU copies to and from by itself, set aside once and used again and again.
+"""Pools of pinned host memory, which a GPU copies to and from directly.
 
-To allocate such memory makes the GPU wait, so none is allocated while training goes on. A piece is free again when no tensor
-refers to it and the GPU has done what it was told to do with it. Who finds none free takes ordinary memory, which copies
-more slowly.
+Pinning memory stalls the GPU, so a pool is allocated once, before training. A piece returns to the pool when no tensor refers
+to it and the GPU has finished with it. When the pool is empty, callers get ordinary memory, which copies more slowly.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ class PinnedMemory:
     def __init__(
         self, piece_bytes: int, count: int, device: torch.device, streams: Sequence[Any], shared: bool = False
     ) -> None:
-        """`streams` are those of that device which read from it, or write to it without being waited for. What is shared can be
-        given to another process, where the system has such memory."""
+        """`streams` are the device's streams that read this memory, or write it without the host waiting for them. `shared`
+        memory can be mapped by another process, on systems with memfd."""
         piece_bytes = -(-piece_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.size_bytes = piece_bytes * count
         self.descriptor = -1
-        """For another process; -1 if it is not shared."""
+        """File descriptor to map in another process; -1 if not shared."""
         self._piece_bytes, self._streams = piece_bytes, streams
         self._process = os.getpid()
         self._free: collections.deque[tuple[int, list[Any]]] = collections.deque()
-        """Pieces, each with what the GPU had been told when it became free. The longest free is taken first."""
+        """Offsets of free pieces, each with the GPU's events at the time it was freed. The one free for longest goes first."""
         self._memory = self._shared(device) if shared and hasattr(os, "memfd_create") else None
         if self._memory is None:
             self._memory = _pinned(self.size_bytes, device)
@@ -46,7 +45,7 @@ class PinnedMemory:
             self._free.extend((index * piece_bytes, []) for index in range(count))
 
     def _shared(self, device: torch.device) -> Bytes | None:
-        """None if the system does not want to."""
+        """Shared pinned memory; None if the system refuses it."""
         try:
             descriptor = os.memfd_create("skerry")
         except OSError:
@@ -60,46 +59,46 @@ class PinnedMemory:
         return memory
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room for a vector, which belongs to whoever refers to it."""
+        """An uninitialized vector. Its memory returns to the pool when nothing refers to it. May wait for the GPU."""
         return self._take(numel, dtype, wait=True)
 
     def take_at_once(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The same for who must not wait for the GPU."""
+        """Like `take`, but never waits for the GPU."""
         return self._take(numel, dtype, wait=False)
 
     def _take(self, numel: int, dtype: torch.dtype, wait: bool) -> Tensor:
         size_bytes = numel * dtype.itemsize
         assert size_bytes <= self._piece_bytes
         try:
-            start, told = self._free.popleft()
+            start, events = self._free.popleft()
         except IndexError:
             return torch.empty(numel, dtype=dtype)
-        if not wait and not all(event.query() for event in told):
-            self._free.append((start, told))
+        if not wait and not all(event.query() for event in events):
+            self._free.append((start, events))
             return torch.empty(numel, dtype=dtype)
-        for event in told:
+        for event in events:
             event.synchronize()
         assert self._memory is not None
         piece = self._memory[start : start + size_bytes]
-        # The tensor keeps this very array, and whatever shares the tensor's memory keeps the tensor. A slice of the array would
-        # not keep it, so nobody else may have it.
+        # The tensor keeps this array alive, and views of the tensor keep the tensor alive. A slice of the array would not keep
+        # it alive, so the array must not leave this function.
         when_gone(piece, lambda: self._give_back(start))
         return torch.from_numpy(piece).view(dtype)
 
     def offset_of(self, data: memoryview) -> int | None:
-        """Where in this memory that is; None if it is elsewhere."""
+        """Offset of `data` in this memory; None if it is elsewhere."""
         if self._memory is None or not len(data):
             return None
         start = np.frombuffer(data, dtype=np.uint8).ctypes.data - self._memory.ctypes.data
         return int(start) if 0 <= start < self.size_bytes else None
 
     def _give_back(self, start: int) -> None:
-        if os.getpid() == self._process:  # a forked one has no GPU, and no use for it
+        if os.getpid() == self._process:  # a forked process has no GPU
             self._free.append((start, [stream.record_event() for stream in self._streams]))
 
 
 def _pinned(size_bytes: int, device: torch.device, descriptor: int = -1) -> Bytes | None:
-    """Pages of our own: torch would round each allocation up to a power of two."""
+    """Pinned pages; None, with a warning, on failure. Not by torch, which rounds each allocation up to a power of two."""
     try:
         if descriptor < 0:
             pages = private_pages(max(size_bytes, 1))
@@ -107,10 +106,10 @@ def _pinned(size_bytes: int, device: torch.device, descriptor: int = -1) -> Byte
             os.ftruncate(descriptor, size_bytes)
             pages = mmap.mmap(descriptor, size_bytes)
     except OSError as error:
-        _say_why(size_bytes, str(error))
+        _warn(size_bytes, str(error))
         return None
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        # A forked process must not make the kernel move what the GPU knows the place of; and larger pages are pinned faster.
+        # A fork must not make the kernel move pages whose physical address the GPU knows. Huge pages are pinned faster.
         with contextlib.suppress(OSError, AttributeError):
             pages.madvise(getattr(mmap, advice))
     memory = np.frombuffer(pages, dtype=np.uint8)
@@ -124,19 +123,19 @@ def _pinned(size_bytes: int, device: torch.device, descriptor: int = -1) -> Byte
 
         def release() -> None:
             with torch.cuda.device(device):
-                torch.cuda.synchronize(device)  # what was told last may still be under way
+                torch.cuda.synchronize(device)  # the last copies may still be in flight
                 cudart.cudaHostUnregister(address)
 
-        # In a thread of its own: an error would stay behind in it, and be taken for that of the next kernel.
+        # CUDA keeps the last error per thread and would blame it on the next kernel, so this uses a thread of its own.
         thread = threading.Thread(target=register, name="skerry-pinning")
         thread.start()
         thread.join()
         if not errors or int(errors[0]) != 0:
-            _say_why(size_bytes, cudart.cudaGetErrorString(errors[0]) if errors else "no answer")
+            _warn(size_bytes, cudart.cudaGetErrorString(errors[0]) if errors else "no answer")
             return None
         when_gone(memory, release)
     return memory
 
 
-def _say_why(size_bytes: int, why: str) -> None:
+def _warn(size_bytes: int, why: str) -> None:
     log.warning("%d MB of memory could not be pinned (%s): copies to and from the GPU are slower", size_bytes >> 20, why)

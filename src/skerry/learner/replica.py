@@ -1,7 +1,7 @@
-"""A model's tensors seen as fragments: snapshots out, merged versions in. Knows nothing of the network or of rounds.
+"""A model's tensors seen as fragments: snapshots out, merged versions in. Knows nothing about the network or rounds.
 
-Snapshots may be taken by another thread while forward and backward passes run; only the optimizer's step and adoption
-write parameters, and both hold the gate. On a GPU the gate orders work between streams, and training never waits on the host.
+Another thread may take snapshots while forward and backward passes run. Only the optimizer's step and adoption write
+parameters, and both hold the gate. On a GPU the gate orders work between streams, so the training thread does not block.
 """
 
 from __future__ import annotations
@@ -31,41 +31,44 @@ from skerry.tensors.model import model_tensors, slots_of
 log = logging.getLogger("skerry.learner")
 
 OPEN_ANSWERS = 2
-"""Of one fragment: its rounds follow each other, so only answers to the same question can both be open."""
-GATE_S = 0.2
+"""Most open answers per fragment. Rounds of a fragment do not overlap, so both answer the same question."""
+GATE_TIMEOUT_S = 0.2
 HALF_STEP_S, RETRY_GATE_S = 1.0, 0.001
+"""How long to wait for the end of an inner step before taking a half-done one, and the pause between looks."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A fragment as it was at one moment between two steps."""
+    """A fragment's values between two steps."""
 
     fragment: int
     at_step: int
     missing: Tensor | None
-    """What earlier contributions left out, as far as that was known then."""
+    """Error feedback: progress that earlier contributions lost to their codec, as known at the time of the snapshot."""
     progress: Callable[[], Tensor]
-    """Works out the version held minus what the model had, on the model's device."""
+    """Computes the held version minus the model's values, on the model's device."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A version ready to be put into the model at a step boundary."""
+    """A version ready to be written into the model between two steps."""
 
     values: Tensor
-    """On the host, as the syncer has them. With `blend` the model then holds a mixture, and what it keeps of its own counts as
+    """The syncer's values, on the host. After a `blend` the model holds a mixture, and the part that is its own counts as
     progress again, as in Streaming DiLoCo."""
     change: Tensor
-    """On the model's device: the values, or for `carry` what is to be added to the parameters."""
+    """The values on the model's device; for `carry`, the difference to add to the parameters."""
     event: Any
-    """On a GPU: `change` has arrived."""
+    """Fires when `change` has arrived on the GPU; None on a CPU."""
     since: Tensor | None
-    """For `carry`: what `change` was computed against."""
+    """For `carry`: the values that `change` was computed against."""
     floor: int = 0
-    """Versions before this one were taken back."""
+    """The version of the last rollback: progress from before it is undone."""
 
 
 class Replica:
+    """The model's trained tensors, cut into fragments."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -73,7 +76,7 @@ class Replica:
         sync: SyncConfig,
         alter: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot,
     ) -> None:
-        """`alter` may put something else in place of every snapshot."""
+        """`alter` may replace each snapshot."""
         self.layout = layout
         self._alter = alter
         self._sync = sync
@@ -88,18 +91,19 @@ class Replica:
         self._codecs = [fragment_codec(sync.send, layout, fragment) for fragment in layout.fragments]
         self._published = [fragment_codec(sync.publish, layout, fragment) for fragment in layout.fragments]
         self._held: list[Tensor | None] = [None] * len(layout.fragments)
-        """The version adopted last, as the syncer has it, on the host."""
+        """By fragment: the syncer's values of the version adopted last, on the host."""
         with_feedback = [sync.feedback == "always" or (sync.feedback == "auto" and c.needs_feedback) for c in self._codecs]
         self._feedback = [Feedback(OPEN_ANSWERS) if wanted else None for wanted in with_feedback]
         self._feedback_lock = threading.Lock()
         self._floors = [0] * len(layout.fragments)
-        # For `carry`: snapshots that were given, by the learner's count of steps at that moment, on the model's device.
         self._given: list[dict[int, Tensor]] = [{} for _ in layout.fragments]
+        """By fragment, for `carry`: values of recent snapshots by the learner's step count, on the model's device."""
         self._start_whole = [True] * len(layout.fragments)
-        """The next version is taken as it is, whatever the rule: nothing here is progress since another one."""
+        """By fragment: the next version overwrites the weights whatever the rule, because they hold no progress to keep."""
         self.gate = threading.Lock()
+        """Held by whoever reads or writes parameters."""
         self.between_steps = True
-        """Not in the middle of an inner step of several optimizers, of which some have stepped."""
+        """False while an inner step of several optimizers is half done."""
         devices = {self._tensors[p.tensor].device for f in layout.fragments for p in f.pieces}
         if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
             names = ", ".join(sorted(map(str, devices)))
@@ -108,25 +112,28 @@ class Replica:
         self.model_device = ModelDevice(self.device, layout, self._codecs, self._published)
         largest = max(fragment.numel for fragment in layout.fragments)
         self.quick = not self.model_device.cuda and is_quick(sync.send, largest) and is_quick(sync.publish, largest)
-        """Copying and encoding a fragment takes less time than handing it to another thread."""
+        """Fragments are so small that encoding one costs less than handing it to another thread."""
 
-    def strangers_among(self, parameters: Sequence[Tensor]) -> int:
-        """How many are none of the model's."""
+    def count_unknown(self, parameters: Sequence[Tensor]) -> int:
+        """How many of these parameters are not the model's."""
         known = {id(tensor) for tensor in self._of_model}
         return sum(id(parameter) not in known for parameter in parameters)
 
     def is_captured(self) -> bool:
-        """Whether kernels that are started now become part of a CUDA graph."""
+        """Whether a CUDA graph is being captured."""
         return self.model_device.cuda and torch.cuda.is_current_stream_capturing()
 
     # ------------------------------------------------------------ the training thread
 
     def adopt(self, index: int, prepared: Prepared, since_step: int, counted: int) -> bool:
-        """Put a version into the model, holding the gate. It contains this learner's progress up to `counted`; for `carry`,
-        what came after `since_step` is kept. Says whether it was taken whole, whatever the rule."""
+        """Write a version into the model. The caller holds the gate.
+
+        The version contains this learner's progress up to step `counted`; `carry` keeps the progress made after `since_step`.
+        Returns whether the version overwrote the weights whatever the rule.
+        """
         self._check_in_place(self.layout.fragments[index])
         if index == 0:
-            self._look_at_frozen()
+            self._warn_of_thawed()
         change, event = prepared.change, prepared.event
         whole, self._start_whole[index] = self._start_whole[index], False
         if whole:
@@ -136,13 +143,13 @@ class Replica:
         elif self._sync.adopt == "carry":
             since = self._since(index, since_step)
             if since[0] is not prepared.since:
-                # Another version was adopted after this one was prepared.
+                # Another version was adopted since this one was prepared.
                 change, event = self._difference(index, prepared.values, *since)
         with torch.no_grad():
             self.model_device.use(change, event)
             self._write(self.layout.fragments[index], change, "overwrite" if whole else self._sync.adopt)
         if self._sync.adopt == "carry":
-            # What was given but is not part of this version moves along with the parameters.
+            # Snapshots that are not part of this version move along with the parameters.
             with self.model_device.on_side():
                 self._given[index] = {at: given + change for at, given in self._given[index].items() if at > since_step}
         feedback = self._feedback[index]
@@ -156,26 +163,27 @@ class Replica:
         return whole
 
     def _check_in_place(self, fragment: Fragment) -> None:
-        """What is written must be the model's own memory, or it would train on alone without anybody noticing."""
+        """Check that the model still uses the memory it joined with. Otherwise it would silently train on alone."""
         for piece in fragment.pieces:
             name, joined = self.layout.tensors[piece.tensor].name, self._of_model[piece.tensor]
             if joined.data_ptr() != self._tensors[piece.tensor].data_ptr():
-                raise ConfigError(f"{name} was given other memory after join (.to, .half, .data = ...): do that before join")
+                raise ConfigError(f"{name} was moved to other memory after join (.to, .half, .data = ...): do that before join")
             if self._slots[piece.tensor].tensor is not joined:
                 raise ConfigError(
                     f"{name} was replaced by another tensor after join (an assignment, load_state_dict(assign=True)): "
-                    "change it in place, or do that before join"
+                    "change it in place, or replace it before join"
                 )
 
-    def _look_at_frozen(self) -> None:
+    def _warn_of_thawed(self) -> None:
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
-            self._frozen = []  # once is enough
+            self._frozen = []  # warn once
             more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
-            log.warning("%s%s had no gradients at join, so only this island trains it: thaw before join", thawed[0], more)
+            log.warning("only this island trains %s%s: frozen at join; unfreeze parameters before join", thawed[0], more)
 
     def _since(self, index: int, step: int) -> tuple[Tensor | None, bool]:
-        """The values progress is counted from: those given at that step, or the version held, and whether it is that."""
+        """The values that progress counts from: the snapshot of that step, else the held version. Also whether it is the
+        latter."""
         given = self._given[index].get(step)
         return (self._held[index], True) if given is None else (given, False)
 
@@ -188,10 +196,11 @@ class Replica:
             return values.to(self.device, non_blocking=True) - before, self.model_device.recorded()
 
     def start_over(self) -> None:
-        """What was learnt since the versions held does not count, and must not stay in the model."""
+        """Discard progress since the held versions: the next version of every fragment overwrites the weights."""
         self._start_whole = [True] * len(self._start_whole)
 
     def start_whole(self, index: int) -> None:
+        """Make the next version of one fragment overwrite the weights."""
         self._start_whole[index] = True
 
     def _write(self, fragment: Fragment, flat: Tensor, rule: str) -> None:
@@ -212,26 +221,28 @@ class Replica:
         return [self._tensors[p.tensor].reshape(-1)[p.start : p.stop].float() for p in fragment.pieces]
 
     def load_fixed(self, tensors: dict[str, Tensor]) -> None:
-        """Tensors nobody trains, as the run's creator set them."""
+        """Set the tensors that nobody trains to the values the run was created with."""
         with torch.no_grad():
             for spec, tensor in zip(self.layout.tensors, self._tensors, strict=True):
                 if spec.rule == "fixed" and spec.name in tensors:
                     tensor.copy_(tensors[spec.name])
 
     def release(self) -> None:
-        """Nothing will be exchanged any more: memory that was set aside for it can go."""
+        """Free the memory of the exchange. Nothing may be exchanged afterwards."""
         self._held = [None] * len(self._held)
         self.model_device.release()
 
     # ------------------------------------------------------------ any thread
 
     def acquire_between_steps(self, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """Take the gate between two inner steps. A loop that hardly ever comes to the end of one (its last optimizer does not
-        step) is taken as it is after a while. False if the caller has given up meanwhile."""
+        """Take the gate between two inner steps. Returns False if the caller has given up.
+
+        If no inner step ends for HALF_STEP_S, because the last optimizer rarely steps, the gate is taken in a half-done one.
+        """
         deadline = time.monotonic() + HALF_STEP_S
         while not given_up():
-            # After an exception inside optimizer.step() the gate stays closed until the next step, if there is one.
-            if self.gate.acquire(timeout=GATE_S):
+            # If optimizer.step() raised, the gate stays closed until the next step, which may never come.
+            if self.gate.acquire(timeout=GATE_TIMEOUT_S):
                 if self.between_steps or time.monotonic() >= deadline:
                     return True
                 self.gate.release()
@@ -247,9 +258,9 @@ class Replica:
             self.gate.release()
 
     def snapshot(self, index: int, at_step: int) -> Snapshot:
-        """Copy a fragment as it is now, holding the gate."""
+        """Copy a fragment. The caller holds the gate."""
         held, feedback = self._held[index], self._feedback[index]
-        assert held is not None, "a snapshot before the first adoption"
+        assert held is not None, "snapshot before the first adoption"
         with self.model_device.on_side():
             self.model_device.after_writes()
             parts = self._read(self.layout.fragments[index])
@@ -266,7 +277,7 @@ class Replica:
         return self._alter(Snapshot(index, at_step, feedback.missing if feedback is not None else None, progress))
 
     def encode(self, snapshot: Snapshot) -> Tensor:
-        """The bytes of a contribution, on the host. On a GPU it is encoded there, so that only they cross over."""
+        """The bytes of a contribution, on the host. With a GPU, encoding runs there, so only the encoded bytes are copied."""
         codec, feedback = self._codecs[snapshot.fragment], self._feedback[snapshot.fragment]
         progress = snapshot.progress()
         with self.model_device.on_side():
@@ -286,7 +297,7 @@ class Replica:
         return arrived
 
     def room(self, index: int) -> memoryview | None:
-        """For a difference between two versions that is to be received, where memory is set aside for that."""
+        """Memory to receive a difference between two versions in; None if none is set aside."""
         pinned = self.model_device.pinned
         if pinned is None:
             return None
@@ -294,11 +305,12 @@ class Replica:
         return raw_bytes(pinned.incoming.take_at_once(codec.size_bytes(numel), torch.uint8))
 
     def held(self, index: int) -> Tensor | None:
+        """The syncer's values of the version adopted last; None before the first adoption."""
         return self._held[index]
 
     def _as_model(self, index: int, values: Tensor) -> Tensor:
-        """A version as the model's types can hold it, on its device: progress counted from unrounded values would contain the
-        rounding."""
+        """A version rounded to the model's dtypes, on its device. Progress counted from unrounded values would contain the
+        rounding error."""
         values = values.to(self.device, non_blocking=True)
         pieces = self.layout.fragments[index].pieces
         types = [self._tensors[piece.tensor].dtype for piece in pieces]
@@ -308,12 +320,12 @@ class Replica:
         return torch.cat([part.to(dtype).float() for part, dtype in zip(parts, types, strict=True)])
 
     def receive(self, index: int, codec: Codec, data: Tensor, had: Tensor | None, since_step: int, floor: int = 0) -> Prepared:
-        """Decode a version and prepare it. `data` holds all of its values, or if `had` is given, the differences from that
-        version, perhaps in several steps."""
+        """Decode a version and prepare it for adoption. `data` holds its values or, if `had` is given, one or more successive
+        differences from that version."""
         return self.prepare(index, self._decode(index, codec, data, had), since_step, floor)
 
     def prepare(self, index: int, values: Tensor, since_step: int, floor: int = 0) -> Prepared:
-        """Make a version ready for adoption, off the training thread."""
+        """Prepare a version for adoption, off the training thread."""
         event: Any = None
         device, pinned, change = self.model_device, self.model_device.pinned, values
         if pinned is not None:
@@ -331,7 +343,7 @@ class Replica:
         return Prepared(values, *self._difference(index, values, since, is_version), since, floor)
 
     def _decode(self, index: int, codec: Codec, data: Tensor, had: Tensor | None) -> Tensor:
-        """Differences are added up on the model's device."""
+        """Decode values, or add decoded differences to `had` on the model's device."""
         numel, device, pinned = self.layout.fragments[index].numel, self.model_device, self.model_device.pinned
         if had is None:
             return codec.decode(data, numel)

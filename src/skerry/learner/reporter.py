@@ -1,4 +1,4 @@
-"""Reports: a learner's heartbeat, with its pace, its loss, its need of data and an account of its link."""
+"""Reports: the learner's heartbeat, with its pace, loss, need for data, and statistics of its link."""
 
 from __future__ import annotations
 
@@ -14,40 +14,44 @@ from skerry.wire import skerry_pb2 as pb
 HEARTBEAT_S = 1.0
 REPORT_EVERY_S = 0.2
 LOW_REPORT_S = 0.05
-"""The same when leases are about to run out."""
+"""Interval of reports while leases are about to run out."""
 REPORT_PAUSE_S = 0.01
+"""Shortest pause between two reports."""
 SOON_S = 1e-6
-"""Shorter waits may be nothing but rounding."""
+"""A shorter wait may be a rounding error of the clock."""
 ACCOUNT_EVERY_S = 1.0
 ROUND_TRIP_NEWEST = 0.3
+"""Weight of the newest sample in the moving average of the round-trip time."""
 
 
 class Reporter:
+    """Decides when to report, and builds the report."""
+
     def __init__(self, session: Session, background: Background, clock: Clock, sent: Meter, received: Meter) -> None:
         self._session, self._background, self._clock = session, background, clock
         self._sent, self._received = sent, received
         self.send: Callable[[pb.ToSyncer], None] = lambda message: None
-        """To the syncer; set for each connection."""
+        """Sends a control message; replaced on each connection."""
         self.wanted = False
-        """A report is due; it goes out once the last one is a moment old."""
+        """A report should go out as soon as REPORT_PAUSE_S has passed since the last."""
         self._reported_at = -1.0
         self._round_trip_s = 0.0
         self._accounted_at = -ACCOUNT_EVERY_S
         self._pings = 0
 
     def is_due(self) -> bool:
-        """For the training thread, after each step."""
+        """Whether a report is due. The training thread asks after each step."""
         session = self._session
         limit_s = LOW_REPORT_S if session.pools and session.leases.low else REPORT_EVERY_S
         return self._age_s() >= limit_s or bool(session.exchange.schedule.due(session.exchange.step))
 
     def beat(self) -> None:
-        """About once a second."""
+        """Report unless a report went out recently. Called about once a second."""
         if self._age_s() >= HEARTBEAT_S / 2:
             self.report()
 
     def report_if_wanted(self, again: Callable[[], None]) -> None:
-        """Now, or `again` in a moment: reports do not follow each other more closely than that."""
+        """Send a wanted report now, or call `again` once REPORT_PAUSE_S has passed since the last."""
         wait = REPORT_PAUSE_S - self._age_s()
         if self.wanted and wait <= SOON_S:
             self.report()
@@ -56,9 +60,10 @@ class Reporter:
 
     def _age_s(self) -> float:
         passed = self._clock.now() - self._reported_at
-        return passed if passed >= 0 else math.inf  # a clock that was set back is no reason for silence
+        return passed if passed >= 0 else math.inf  # a clock set back must not silence reports
 
     def report(self) -> None:
+        """Send a report now, if connected."""
         session, exchange = self._session, self._session.exchange
         if not session.connected:
             return
@@ -89,7 +94,7 @@ class Reporter:
         self.send(pb.ToSyncer(report=report))
 
     def answered(self, ping: int) -> None:
-        """The syncer answered a report. A ping that was overtaken says nothing."""
+        """Measure the round trip when the syncer answers a report. Answers to older pings are ignored."""
         if ping == self._pings:
             took = self._background.loop.time() - self._accounted_at
             self._round_trip_s += (ROUND_TRIP_NEWEST if self._round_trip_s else 1.0) * (took - self._round_trip_s)

@@ -1,4 +1,4 @@
-"""Data leased from the run, as a training loop takes it: batches of sample numbers, or of items for a torch DataLoader."""
+"""Iterators over leased data for a training loop: batches of sample numbers, or of items for a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from skerry.learner.session import Session
 
 WAIT_S = 0.2
 ALONE_S = 120.0
-"""How long a learner without any data waits for a syncer that is away. It may be gone for good."""
+"""How long a learner without any data waits for a disconnected syncer, which may be gone for good."""
 
 
 class LeasedRanges:
-    """Ranges of sample numbers, a batch of `batch` samples at a time, until the run closes.
+    """Yields the ranges of sample numbers of one batch at a time, until the run closes.
 
-    Waits only before the very first batch, and in lock-step. A step must use exactly `batches_per_step` of them, in order.
+    Waits only before the first batch, and in lock-step. Every step must use exactly `batches_per_step` batches, in order.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LeasedRanges:
                 if session.connected or session.sync.wait:
                     alone_since = now()
                 elif now() - alone_since >= ALONE_S:
-                    raise WireError(f"{session.name} has no data to train on, and the syncer was away for {ALONE_S:.0f} s")
+                    raise WireError(f"{session.name} has no data to train on, and no syncer for {ALONE_S:.0f} s")
                 self._connection.want_report()
                 waited = True
                 session.lock.wait(WAIT_S)
@@ -63,7 +63,7 @@ class LeasedRanges:
 
 
 class LeasedSampler:
-    """For `DataLoader(batch_sampler=...)`: lists of items of one data set, or of (pool, item) of several."""
+    """A batch sampler for DataLoader: yields lists of item indices, or of (data set, index) pairs if there are several."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class LeasedSampler:
     ) -> None:
         sizes = dict(size) if isinstance(size, Mapping) else {"": size}
         if not sizes or any(not isinstance(count, int) or count < 1 for count in sizes.values()):
-            raise ValueError(f"a data set must hold at least one sample, got {size!r}")
+            raise ValueError(f"a data set must have at least one sample, got {size!r}")
         self._session = session
         self._several = isinstance(size, Mapping)
         self._shuffles = {name: Shuffle(count, seed) for name, count in sizes.items()}
@@ -86,10 +86,10 @@ class LeasedSampler:
 
     def __iter__(self) -> Iterator[list[Any]]:
         with self._session.lock:
-            self._session.leases.skip_all()  # what an earlier loader had read ahead
+            self._session.leases.skip_all()  # batches that an earlier loader prefetched
         for ranges in self._ranges:
-            yield [item for found in ranges for item in self._items(found)]
+            yield [item for samples in ranges for item in self._items(samples)]
 
-    def _items(self, found: Range) -> list[Any]:
-        indices = self._shuffles[found.pool].indices(found.start, found.count)
-        return [(found.pool, index) for index in indices] if self._several else indices
+    def _items(self, samples: Range) -> list[Any]:
+        indices = self._shuffles[samples.pool].indices(samples.start, samples.count)
+        return [(samples.pool, index) for index in indices] if self._several else indices

@@ -1,4 +1,4 @@
-"""Where something else can be put into a learner: chaos makes an island slow, its clock wrong, and its contributions bad."""
+"""The replaceable parts of a learner. Fault injection uses them to slow an island, skew its clock or spoil contributions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from skerry.learner.replica import Snapshot
 
 @dataclass(frozen=True)
 class Seams:
+    """Parts of a learner that tests and fault injection may replace."""
+
     clock: Clock = field(default_factory=SystemClock)
     snapshot: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot
-    """What is sent in place of a snapshot."""
+    """Replaces each snapshot before it is encoded."""
     after_step: Callable[[], None] = lambda: None
-    """Called on the training thread, last in every inner step."""
+    """Called on the training thread at the end of every inner step."""

@@ -1,8 +1,8 @@
-"""What a learner has once it knows which run it joins, and the lock that guards it.
+"""The state of a learner that has joined a run, and the lock that guards it.
 
-Two threads share a session: the training thread, and the event loop in the background. Both hold `lock` while they read or
-change what the other may change. It is notified when there is news for the training thread. The replica's gate, which guards
-the model's tensors, always comes before the lock.
+The training thread and the background event loop share a session. Both hold `lock` while they touch shared state; it is
+notified when there is news for the training thread. Lock order: the replica's gate, which guards the model's tensors, then
+`lock`.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ class Session:
         self.journal = Journal()
         self.pace = Pace()
         self.prepared: dict[int, Prepared] = {}
-        """By fragment: downloads that wait for the training thread to adopt them."""
+        """By fragment: versions ready for the training thread to adopt."""
         self.staged: dict[int, Snapshot] = {}
-        """In lock-step, by fragment: snapshots the training thread took when fragments were due."""
-        # What the syncer said.
+        """By fragment, in lock-step only: snapshots the training thread took when the fragments were due."""
+        # Told by the syncer.
         self.slot = 0
         self.run_tokens = 0
         self.told_at_tokens = 0
-        """This session's token count when it last heard how far the run is."""
+        """This session's token count when the syncer last reported `run_tokens`."""
         self.connected = False
         self.quarantined = False
         self.goodbye: str | None = None
-        # What the loop said.
+        # Told by the training loop.
         self.loss: float | None = None
         self.leaving = False
         self.pools: tuple[Pool, ...] = ()
-        """Data this learner can read; none if it does not use leases."""
+        """Data sets this learner can read; empty if it does not lease data."""
         self.leases = LeaseCursor()
         self.no_lease: str | None = None
-        """Why the syncer gives it no data."""
-        # What became of it.
+        """Why the syncer leases no data to this learner; None if it does."""
+        # Progress of the session itself.
         self.fixed_loaded = False
         self.failure: SkerryError | None = None
         self.closing = False
         self.routes: Routes | None = None
-        """Where bulk data goes; None while there is no connection."""
+        """Transport of bulk data; None while disconnected."""
         self.wake: Callable[[], None] = lambda: None
-        """From any thread: look whether something can be sent or fetched."""
+        """Makes the event loop check whether something can be sent or fetched. Safe to call from any thread."""
 
     def fail(self, error: SkerryError) -> None:
-        """This learner is no longer part of the run. Training may go on without it."""
+        """End this learner's part in the run. The training loop may go on without it."""
         log.error("%s is no longer part of the run: %s", self.name, error)
         with self.lock:
             self.failure = error
@@ -72,19 +72,22 @@ class Session:
             self.lock.notify_all()
 
     def heard(self, run_tokens: int) -> None:
-        """The syncer said how far the run is. With the lock held."""
+        """Record the run's token count from the syncer. The caller holds the lock."""
         self.run_tokens = max(self.run_tokens, run_tokens)
         self.told_at_tokens = self.exchange.totals.tokens
 
     def stop_when_spent(self) -> None:
-        """Without the syncer: stop once this learner alone has done all that was left of the run, which may have ended."""
+        """While disconnected, stop once this learner alone has trained the run's remaining budget: the run may be over."""
         budget, trained = self.sync.budget_tokens, self.exchange.totals.tokens - self.told_at_tokens
         if not self.connected and budget and self.run_tokens + trained >= budget:
             with self.lock:
                 self.exchange.stop()
 
     def adopt_ready(self) -> None:
-        """Put every version that may be adopted now into the model. With the lock held, and the gate once training began."""
+        """Write every version that may be adopted now into the model.
+
+        The caller holds the lock and, once training has begun, the gate.
+        """
         exchange, replica, adopted = self.exchange, self.replica, False
         for version in exchange.adoptable():
             prepared = self.prepared.pop(version.fragment, None)
@@ -99,14 +102,14 @@ class Session:
                 raise
             self.journal.adopted(exchange.totals.steps, version.fragment, version.version, whole)
             exchange.adopted(version)
-            self.staged.pop(version.fragment, None)  # it holds the version before and a copy on the device
+            self.staged.pop(version.fragment, None)  # frees the previous version and a copy on the device
             adopted = True
         if adopted:
             replica.model_device.after_write()
             self.wake()
 
     def release(self) -> None:
-        """Nothing will be exchanged any more: let go of the memory."""
+        """Free the memory of the exchange. Nothing may be exchanged afterwards."""
         with self.lock:
             self.prepared.clear()
             self.staged.clear()

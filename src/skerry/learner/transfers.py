@@ -1,4 +1,4 @@
-"""Starts whatever can be sent or fetched now. Looked at after every event; on the event loop."""
+"""Starts every transfer that can start now. Runs on the event loop, after each event that may allow one."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from skerry.wire import skerry_pb2 as pb
 
 
 class Transfers:
+    """The contributor, the fetcher and the reporter of a session, and what starts them."""
+
     def __init__(
         self, session: Session, background: Background, contributor: Contributor, fetcher: Fetcher, reporter: Reporter
     ) -> None:
         self._session, self._background = session, background
         self.contributor, self.fetcher, self.reporter = contributor, fetcher, reporter
         self.send: Callable[[pb.ToSyncer], None] = lambda message: None
-        """To the syncer; set for each connection."""
+        """Sends a control message; replaced on each connection."""
         self.ready_sent = False
         self._pending = False
         session.wake = self.wake
 
     def connected(self, send: Callable[[pb.ToSyncer], None]) -> None:
-        """Messages go to another stream from now on."""
+        """Send messages to a new stream from now on."""
         self.send = self.contributor.send = self.reporter.send = send
 
     def wake(self) -> None:
-        """From any thread. Waking the event loop takes the GIL from the training thread, so it is done once, not for each."""
+        """Run `pump` soon. Safe to call from any thread. Waking the event loop takes the GIL from the training thread, so calls
+        before the next `pump` are merged into one."""
         if not self._pending:
             self._pending = True
             self._background.call(self.pump)
 
     def pump(self) -> None:
+        """Start every fetch and every answer that can start now, and send what is due."""
         self._pending = False
         session, exchange = self._session, self._session.exchange
         if not session.connected or session.goodbye is not None:
@@ -53,7 +57,7 @@ class Transfers:
         self.reporter.report_if_wanted(again=self.pump)
 
     def step_done(self) -> None:
-        """The training thread has taken a step."""
+        """Note a finished step. Called on the training thread."""
         self._session.stop_when_spent()
         if self.reporter.is_due():
             self.reporter.wanted = True

@@ -1,1 +1,1 @@
-"""What travels between learners and the syncer: messages, chunk streams, connections. Foreign errors become ours here."""
+"""The wire format and connections that learners, the syncer and its shards share. gRPC's errors become Skerry's errors here."""

@@ -1,4 +1,4 @@
-"""Calls to a syncer, with gRPC's errors mapped to ours."""
+"""Calls to a syncer, with gRPC's errors mapped to Skerry's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def wire_errors() -> Iterator[None]:
+    """Raise WireError in place of gRPC's exceptions."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -26,8 +27,8 @@ def wire_errors() -> Iterator[None]:
     except (grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError) as error:
         raise WireError(str(error) or "the stream has ended") from None
     except asyncio.CancelledError:
-        # A channel that is closed cancels its calls; then it is the connection that ended, not the caller. Before Python
-        # 3.11 a task cannot tell, and callers that cancel keep a flag.
+        # Closing a channel cancels its calls; then the connection ended, and nobody cancelled this task. Python before 3.11
+        # cannot tell the two apart, so callers that cancel keep a flag.
         cancelling = getattr(asyncio.current_task(), "cancelling", lambda: 0)
         if cancelling():
             raise
@@ -35,25 +36,25 @@ def wire_errors() -> Iterator[None]:
 
 
 async def read(call: Any) -> Any:
-    """The next message of a stream, or EOF."""
+    """The next message of a stream, or EOF. Raises WireError."""
     with wire_errors():
         return _whole(await call.read())
 
 
 async def describe(stub: SyncerStub, timeout_s: float = 10.0) -> pb.RunDescription:
-    """Raises JoinRefused if the syncer speaks another version: nothing else that it says would be understood."""
+    """Ask the syncer which run it serves. Raises WireError, or JoinRefused if it speaks another protocol version."""
     with wire_errors():
-        found: pb.RunDescription = _whole(await stub.describe(pb.DescribeRequest(protocol=PROTOCOL), timeout=timeout_s))
-    if found.protocol != PROTOCOL:
-        raise JoinRefused(f"protocol mismatch: the syncer speaks version {found.protocol}, Skerry here {PROTOCOL}")
-    return found
+        description: pb.RunDescription = _whole(await stub.describe(pb.DescribeRequest(protocol=PROTOCOL), timeout=timeout_s))
+    if description.protocol != PROTOCOL:
+        raise JoinRefused(f"protocol mismatch: the syncer speaks version {description.protocol}, Skerry here {PROTOCOL}")
+    return description
 
 
 def _whole(message: T | None) -> T:
-    if message is None:  # what gRPC makes of bytes that are no message
+    if message is None:  # the parser failed
         raise WireError("the message received is damaged")
     return message
 
 
 class TryAgain(WireError):
-    """A refusal that may not last."""
+    """A refusal that may be temporary."""

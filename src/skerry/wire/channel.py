@@ -17,8 +17,8 @@ PROTOCOL = 8
 EVERY_INTERFACE = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that are no address to dial."""
 
-# A message is a small control message or one chunk. Keep-alive finds a dead peer behind a silent network path, and keeps
-# NAT entries open. Local sub-channel pools keep gRPC from putting control and bulk onto one TCP connection.
+# Messages are small, or hold one chunk. Keep-alive detects a dead peer on a silent path and keeps NAT entries open. Local
+# subchannel pools stop gRPC from sharing one TCP connection between control and bulk streams.
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 4 << 20),
     ("grpc.max_send_message_length", 4 << 20),
@@ -28,7 +28,7 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    # Not a pause: how long a connection may take to be made. A long link with TLS, or a busy machine, needs more than a moment.
+    # Despite its name, this is also the timeout for establishing a connection. Long links with TLS and busy machines need time.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 ]
@@ -45,8 +45,11 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 @dataclass(frozen=True)
 class TLS:
-    """PEM files. A learner needs `ca`, and `cert` with `key` where the syncer checks learners; a syncer needs all three
-    to check learners, or `cert` and `key` alone to be checked by them."""
+    """Paths of PEM files.
+
+    A syncer needs `cert` and `key`, and `ca` to verify learners (mutual TLS). A learner needs `ca` to verify the syncer, and
+    `cert` and `key` if the syncer verifies learners.
+    """
 
     ca: str = ""
     cert: str = ""
@@ -54,6 +57,7 @@ class TLS:
 
     @staticmethod
     def from_environment() -> TLS | None:
+        """TLS from SKERRY_TLS_CA, SKERRY_TLS_CERT and SKERRY_TLS_KEY; None if none is set."""
         values = {name: os.environ.get(f"SKERRY_TLS_{name.upper()}", "") for name in ("ca", "cert", "key")}
         return TLS(**values) if any(values.values()) else None
 
@@ -79,6 +83,7 @@ class TLS:
 
 
 def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`. Raises ConfigError."""
     host, separator, port = address.rpartition(":")
     host = host.strip("[]")
     if not separator or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
@@ -87,7 +92,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def with_port(address: str, port: int) -> str:
-    """The same with the port that was found free."""
+    """The address with its port replaced."""
     return f"{address.rpartition(':')[0]}:{port}"
 
 
@@ -103,15 +108,15 @@ def is_loopback(host: str) -> bool:
 def require_tls_off_loopback(host: str, tls: TLS | None) -> None:
     if tls is None and not is_loopback(host):
         raise ConfigError(
-            f"{host} is not this machine, and without TLS anyone on the way could read and change the model; "
-            "give TLS files (SKERRY_TLS_CA, SKERRY_TLS_CERT, SKERRY_TLS_KEY) or use 127.0.0.1"
+            f"{host} is not this machine, and without TLS anyone on the network path could read and change the model; "
+            "set SKERRY_TLS_CA, SKERRY_TLS_CERT and SKERRY_TLS_KEY, or use 127.0.0.1"
         )
 
 
 def open_channel(address: str, tls: TLS | None) -> grpc.aio.Channel:
     check_reachable(address, tls)
     host, _ = split_address(address)
-    # A proxy in the environment is for the world outside.
+    # Loopback traffic must not go through an HTTP proxy set in the environment.
     options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_loopback(host) else CHANNEL_OPTIONS
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -119,7 +124,7 @@ def open_channel(address: str, tls: TLS | None) -> grpc.aio.Channel:
 
 
 def check_reachable(address: str, tls: TLS | None) -> None:
-    """Raise ConfigError for what no amount of trying would mend."""
+    """Raise ConfigError for problems that a retry cannot fix: a malformed address, missing TLS, unreadable TLS files."""
     host, _ = split_address(address)
     require_tls_off_loopback(host, tls)
     if tls is not None:
@@ -127,7 +132,7 @@ def check_reachable(address: str, tls: TLS | None) -> None:
 
 
 def bind(server: grpc.aio.Server, address: str, tls: TLS | None) -> int:
-    """Listen; port 0 picks a free one. Returns the port."""
+    """Listen on an address and return the port. Port 0 picks a free one. Raises ConfigError or WireError."""
     host, wanted = split_address(address)
     require_tls_off_loopback(host, tls)
     try:

@@ -1,8 +1,8 @@
-"""How messages and tensors' bytes look on the wire, the same at both ends.
+"""The format of messages and tensor bytes on the wire.
 
-- A control message ends with a checksum of the rest (its seal), so a flipped bit is never believed.
-- A bulk message travels as a frame: the message, and beside it a chunk of up to 1 MiB that is never copied into it.
-- A large vector is a numbered sequence of chunks with a declared size and checksum; `Assembly` puts it together again.
+- Every message ends with its seal, a checksum of the rest, so a flipped bit is always detected.
+- A bulk message is a parcel: the message, and beside it a chunk of up to 1 MiB, which is never copied into the message.
+- A large vector is a numbered sequence of chunks with a declared size and checksum. `Assembly` reassembles it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ B = TypeVar("B", pb.BulkToSyncer, pb.BulkToLearner)
 # ---------------------------------------------------------------- sealed messages
 
 _KEY = bytes([pb.ToSyncer.SEAL_FIELD_NUMBER << 3 | 5])
-"""Of the field on the wire; 5 stands for four bytes, the lowest first."""
+"""Protobuf key of the seal. Wire type 5 is a little-endian 32-bit value."""
 SEAL_SIZE = len(_KEY) + 4
 
 
 def seal(data: bytes) -> bytes:
+    """Append the seal to a serialized message."""
     return data + _KEY + checksum(data).to_bytes(4, "little")
 
 
 def unseal(data: bytes) -> bytes:
-    """What was sealed. Raises DecodeError if it is not that any more."""
+    """Remove the seal. Raises DecodeError if it is missing or does not match."""
     sealed = data[:-SEAL_SIZE]
     if seal(sealed) != data:
-        raise DecodeError("a message without its seal")
+        raise DecodeError("the message's seal is missing or wrong")
     return sealed
 
 
@@ -47,23 +48,26 @@ def serialize(message: Message) -> bytes:
 
 
 def parser(kind: type[M]) -> Callable[[bytes], M]:
-    """What reads messages of this kind. It raises DecodeError if they are damaged."""
+    """A function that parses sealed messages of this kind and raises DecodeError if they are damaged."""
     return lambda data: kind.FromString(unseal(data))
 
 
 # ---------------------------------------------------------------- a message and its chunk
 
 _CHUNK = pb.BulkToSyncer.CHUNK_FIELD_NUMBER << 3 | 2
-"""The key of the field on the wire; 2 stands for bytes, after their number. It is the same in both kinds of messages."""
+"""Protobuf key of the chunk, the same in both kinds of messages. Wire type 2 is a length followed by bytes."""
 
 
 @dataclass(frozen=True)
 class Parcel(Generic[B]):
+    """A bulk message and the chunk that travels with it."""
+
     message: B
     chunk: bytes | memoryview = b""
 
 
 def pack(parcel: Parcel[B]) -> bytes:
+    """Serialize a parcel: the chunk first, then the sealed message."""
     sealed = serialize(parcel.message)
     if not len(parcel.chunk):
         return sealed
@@ -71,59 +75,60 @@ def pack(parcel: Parcel[B]) -> bytes:
 
 
 def unpack(kind: type[B]) -> Callable[[bytes], Parcel[B]]:
-    """What takes bytes apart. It raises DecodeError if they are not a message of that kind, as it was sent."""
+    """A function that parses parcels with messages of this kind and raises DecodeError if they are damaged."""
     parse = parser(kind)
 
-    def take_apart(data: bytes) -> Parcel[B]:
+    def parse_parcel(data: bytes) -> Parcel[B]:
         if data[:1] != bytes([_CHUNK]):
             return Parcel(parse(data))
         size, start = _read_varint(data, 1)
-        # If less is there, then no seal is.
+        # A truncated chunk leaves no bytes for the seal, so parsing fails.
         return Parcel(parse(data[start + size :]), memoryview(data)[start : start + size])
 
-    return take_apart
+    return parse_parcel
 
 
 def _varint(number: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while number > 0x7F:
-        found.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    found.append(number)
-    return bytes(found)
+    encoded.append(number)
+    return bytes(encoded)
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number there, and where what follows it begins."""
-    found = 0
+    """The varint at this position, and the position after it."""
+    number = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
             break
         byte = data[at]
         at += 1
-        found |= (byte & 0x7F) << shift
+        number |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return found, at
-    raise DecodeError("a number that does not end")
+            return number, at
+    raise DecodeError("a varint does not end")
 
 
 # ---------------------------------------------------------------- chunks
 
 CHUNK_BYTES = 1 << 20
 STATE_PART_BYTES = 16 << 20
-"""Optimizer state travels in parts; parameters are put into one until it has about this many bytes."""
+"""Approximate size of one part of optimizer state."""
 
 Run = tuple[int, int]
-"""Chunks that follow each other: the first one's number, and how many."""
+"""Consecutive chunks: the number of the first, and the count."""
 
 
 def state_limit_bytes(layout: Layout) -> int:
-    """No part can be larger: the parameter put in last may be the largest there is, with several tensors of state."""
+    """Upper bound on one part of optimizer state. The last parameter of a part may be the largest, with several tensors of
+    state."""
     return 4 * STATE_PART_BYTES + 16 * max((spec.numel for spec in layout.tensors), default=0)
 
 
 def count_chunks(size_bytes: int) -> int:
-    """At least one chunk, even of nothing: the header travels with it."""
+    """Number of chunks, at least one: the header of an empty vector travels with an empty chunk."""
     return max(1, -(-size_bytes // CHUNK_BYTES))
 
 
@@ -132,23 +137,23 @@ def chunk(data: memoryview, number: int) -> memoryview:
 
 
 def in_runs(runs: list[Run], most: int) -> list[Run]:
-    """The same chunks in runs of at most so many."""
+    """Cut runs into runs of at most `most` chunks."""
     return [(start, min(most, first + count - start)) for first, count in runs for start in range(first, first + count, most)]
 
 
 class Assembly:
-    """Puts chunks together, in whichever order they come. Memory is bounded by the declared size, which the caller has checked
-    against what it expects."""
+    """Reassembles a vector from chunks that arrive in any order. The caller checks the declared size, which bounds memory."""
 
     def __init__(self, size_bytes: int, expected_checksum: int, room: memoryview | None = None) -> None:
         self.size_bytes = size_bytes
         self._buffer = None if room is None else room[:size_bytes]
-        """If no room is given, made when the first chunk comes: a header alone costs nothing."""
+        """Without `room`, allocated when the first chunk arrives: a header alone costs no memory."""
         self._checksum = expected_checksum
         self.chunks = count_chunks(size_bytes)
         self._missing = set(range(self.chunks))
 
     def add(self, number: int, data: bytes | memoryview) -> None:
+        """Store a chunk. A repeated one is ignored. Raises WireError if it does not fit the declared size."""
         if number >= self.chunks:
             raise WireError(f"oversized: chunk {number} arrived, {self.size_bytes} bytes were declared")
         start = number * CHUNK_BYTES
@@ -156,10 +161,10 @@ class Assembly:
         if len(data) != size:
             raise WireError(f"chunk {number} has {len(data)} bytes, not {size}")
         if number not in self._missing:
-            return  # what has come is not written again: somebody may be reading it
+            return  # somebody may already be reading the first copy
         if self._buffer is None:
-            self._buffer = empty_bytes(self.size_bytes).data  # nothing is read of it before it was written
-        # Not by the memoryview, which would hold the interpreter meanwhile.
+            self._buffer = empty_bytes(self.size_bytes).data
+        # numpy releases the GIL while it copies; a memoryview does not.
         np.copyto(np.frombuffer(self._buffer, np.uint8, size, start), np.frombuffer(data, np.uint8))
         self._missing.discard(number)
 
@@ -169,6 +174,7 @@ class Assembly:
 
     @property
     def missing(self) -> list[Run]:
+        """The chunks that have not arrived, as runs."""
         runs: list[Run] = []
         for number in sorted(self._missing):
             if runs and sum(runs[-1]) == number:
@@ -178,15 +184,15 @@ class Assembly:
         return runs
 
     def give_up(self) -> None:
-        """Nothing more is written, whatever comes."""
+        """Ignore all further chunks."""
         self._buffer = None
         self._missing.clear()
 
     def finish(self) -> memoryview:
-        """The whole. Takes a while if it is large."""
+        """Verify the checksum, which is slow for large vectors, and return the data. Raises WireError."""
         assert self.complete
         if self._buffer is None:
-            raise WireError("it was given up")
+            raise WireError("the transfer was given up")
         actual = checksum(self._buffer)
         if actual != self._checksum:
             raise WireError(f"checksum mismatch: declared {self._checksum:08x}, received {actual:08x}")

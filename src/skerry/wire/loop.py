@@ -1,7 +1,7 @@
-"""One event loop for all that a process has to say to syncers, in a thread that goes on to the end.
+"""One event loop per process for all connections to syncers, in a daemon thread that is never stopped.
 
-gRPC's asyncio side is one per process and keeps calling into loops it has seen: a loop that is closed while the process lives
-on makes it print tracebacks and leave events of other loops unhandled for a while.
+gRPC's asyncio poller is global and keeps calling into every loop it has seen. If one of them is closed, the poller prints
+tracebacks and delays the events of other loops.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 POLLS_SKIPPED = 16
+"""Most polls skipped in a row."""
 
 
 class CalmSelector(selectors.DefaultSelector):
-    """Does not look for news while there are callbacks to run, unless they go on for long.
+    """A selector that skips polling while callbacks are ready to run.
 
-    To look, even without waiting, lets go of the interpreter, and the training thread takes it. A message is handled by a
-    chain of callbacks; at each link of the chain both threads would have to wake up once more.
+    Even a poll without waiting releases the GIL, and the training thread takes it. Handling one message takes a chain of
+    callbacks, and each of them would cost two thread switches.
     """
 
     _skipped = 0
@@ -32,8 +33,8 @@ class CalmSelector(selectors.DefaultSelector):
             self._skipped += 1
             return []
         self._skipped = 0
-        found: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
-        return found
+        events: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
+        return events
 
 
 _lock = threading.Lock()
@@ -41,9 +42,10 @@ _loop: tuple[int, asyncio.AbstractEventLoop] | None = None
 
 
 def shared_loop() -> asyncio.AbstractEventLoop:
+    """The process's event loop, started on first use."""
     global _loop
     with _lock:
-        if _loop is None or _loop[0] != os.getpid():  # a forked process has none of our threads
+        if _loop is None or _loop[0] != os.getpid():  # threads do not survive a fork
             loop = asyncio.SelectorEventLoop(CalmSelector())
             loop.call_soon(asyncio.set_event_loop, loop)
             threading.Thread(target=loop.run_forever, name="skerry-loop", daemon=True).start()
@@ -52,5 +54,5 @@ def shared_loop() -> asyncio.AbstractEventLoop:
 
 
 def run_here(work: Coroutine[Any, Any, T]) -> T:
-    """From a thread without an event loop: do this on the shared one and wait for it."""
+    """Run a coroutine on the shared loop and wait for it. Call it from another thread."""
     return asyncio.run_coroutine_threadsafe(work, shared_loop()).result()

@@ -1,4 +1,4 @@
-"""The gRPC service both ways: handlers for a server, callables for a client. Names and types stand here once."""
+"""The gRPC service: handlers for the server, callables for the client. The only place that names methods and message types."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from skerry.wire.framing import Parcel, pack, parser, serialize, unpack
 
 _SERVICE = "skerry.v1.Syncer"
 FIRST_SEALED = 6
-"""The first version of the protocol whose messages have seals."""
+"""First protocol version whose messages have seals."""
 
 T = TypeVar("T")
 
 
 class SyncerService(Protocol):
-    """What a syncer implements. In place of a message that is damaged a stream gives None."""
+    """The methods a syncer implements. Streams yield None in place of a damaged message."""
 
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.RunDescription: ...
 
@@ -39,12 +39,14 @@ class SyncerService(Protocol):
 
 
 class BulkHandler(Protocol):
-    """What a shard implements."""
+    """The methods a shard implements."""
 
     async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None: ...
 
 
 def or_none(parse: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
+    """A parser that returns None where `parse` raises DecodeError, which gRPC would otherwise log and hide."""
+
     def parse_if_possible(data: bytes) -> T | None:
         try:
             return parse(data)
@@ -55,14 +57,16 @@ def or_none(parse: Callable[[bytes], T]) -> Callable[[bytes], T | None]:
 
 
 def parse_description(data: bytes) -> pb.RunDescription:
-    """An older syncer has no seals, and is told by its number."""
-    found = pb.RunDescription.FromString(data)
-    if 0 < found.protocol < FIRST_SEALED and not found.HasField("seal"):
-        return found
+    """Parse a description. Accepts one without a seal from a syncer whose protocol version has none, so that the caller can
+    report the version mismatch."""
+    description = pb.RunDescription.FromString(data)
+    if 0 < description.protocol < FIRST_SEALED and not description.HasField("seal"):
+        return description
     return parser(pb.RunDescription)(data)
 
 
 def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
+    """Register the handlers of a syncer."""
     handlers: dict[str, Any] = {
         "Describe": grpc.unary_unary_rpc_method_handler(service.describe, pb.DescribeRequest.FromString, serialize),
         "Control": grpc.stream_stream_rpc_method_handler(service.control, or_none(parser(pb.ToSyncer)), serialize),
@@ -83,6 +87,7 @@ def add_to_server(service: SyncerService, server: grpc.aio.Server) -> None:
 
 
 def add_bulk_to_server(service: BulkHandler, server: grpc.aio.Server) -> None:
+    """Register the handler of a shard."""
     handler = grpc.method_handlers_generic_handler(_SERVICE, {"Bulk": _bulk_handler(service)})
     server.add_generic_rpc_handlers((handler,))
 
@@ -92,7 +97,7 @@ def _bulk_handler(service: BulkHandler) -> Any:
 
 
 class SyncerStub:
-    """What a learner or a shard calls, on one channel."""
+    """The methods that learners, shards and operators call, on one channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.describe = channel.unary_unary(

@@ -1,4 +1,4 @@
-"""A learner's end of the control stream."""
+"""The learner's end of the control stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skerry.wire.service import SyncerStub
 
 
 class ControlStream:
-    """A learner's control stream. Sending never blocks; of reports that cannot be sent yet only the newest is kept."""
+    """Sends messages to the syncer and yields those from it. Sending never blocks; a newer report replaces a queued one."""
 
     def __init__(self, stub: SyncerStub, sent: Meter, received: Meter) -> None:
         self._sent, self._received = sent, received
@@ -32,14 +32,14 @@ class ControlStream:
 
     def send(self, message: pb.ToSyncer) -> None:
         if self._outbox and message.HasField("report") and self._outbox[-1].HasField("report"):
-            passed_over = self._outbox.pop().report
-            if passed_over.HasField("link") and not message.report.HasField("link"):
-                message.report.link.CopyFrom(passed_over.link)
+            replaced = self._outbox.pop().report
+            if replaced.HasField("link") and not message.report.HasField("link"):
+                message.report.link.CopyFrom(replaced.link)
         self._outbox.append(message)
         self._filled.set()
 
     async def _write(self) -> None:
-        with contextlib.suppress(WireError):  # the reading side finds out why
+        with contextlib.suppress(WireError):  # the reader raises it
             while True:
                 await self._filled.wait()
                 while self._outbox:
@@ -50,12 +50,13 @@ class ControlStream:
                 self._filled.clear()
 
     async def messages(self) -> AsyncIterator[pb.ToLearner]:
+        """Messages until the syncer ends the stream. Raises WireError if the stream breaks."""
         while True:
             try:
                 message = await read(self._call)
             except WireError:
                 if self._silent_s:
-                    raise WireError(f"nothing was heard of the syncer for {self._silent_s:.0f} s") from None
+                    raise WireError(f"the syncer was silent for {self._silent_s:.0f} s") from None
                 raise
             if message is grpc.aio.EOF:
                 return
@@ -64,7 +65,8 @@ class ControlStream:
             yield message
 
     def drop_if_silent(self, limit_s: float) -> None:
-        """The syncer says something every second or two. A stream can be dead without either end hearing of it."""
+        """Break a stream on which the syncer, which sends something every second or two, has been silent for this long. A
+        stream can be dead without either end being told."""
         silent_s = asyncio.get_running_loop().time() - self._heard_at
         if silent_s > limit_s:
             self._silent_s = silent_s

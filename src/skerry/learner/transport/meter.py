@@ -1,4 +1,4 @@
-"""How fast bytes go one way, and how fast they may go."""
+"""Measures the transfer rate in one direction, and enforces its cap."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 HALF_LIFE_S = 10.0
 """Half-life of the measured rate, in busy seconds."""
 LEAST_S = 0.05
-"""A rate measured over less busy time than this says nothing."""
+"""Least busy time for a measured rate to mean anything."""
 LOOK_S = 0.5
-"""How often a sender that waits for its turn checks whether it is still wanted."""
+"""How often a waiting sender checks whether it has been given up."""
 BURST_S = 0.1
-"""The cap holds over this time; within it bytes go as they come."""
+"""The cap allows bursts of this length."""
 
 
 class Meter:
+    """Byte counts, rate and cap of one direction."""
+
     def __init__(self, cap_mbit: float = 0.0) -> None:
         self._cap = cap_mbit * 1e6 / 8
         self._free_at = 0.0
@@ -27,13 +29,13 @@ class Meter:
         self._bytes = 0.0
         self._busy_s = 0.0
         self.bytes_per_s = 0.0
-        """Recent rate while something was in flight, as of the last byte; 0 if it is not known yet."""
+        """Moving average of the rate while something is in flight; 0 if not known yet."""
         self.total_bytes = 0
         self.by_kind: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Something is in flight: this time counts."""
+        """Count the time inside as busy: something is in flight."""
         self._count_time()
         self._transfers += 1
         try:
@@ -43,6 +45,7 @@ class Meter:
             self._transfers -= 1
 
     def moved(self, count: int, kind: str) -> None:
+        """Count transferred bytes."""
         self._count_time()
         self.total_bytes += count
         self.by_kind[kind] += count
@@ -60,7 +63,7 @@ class Meter:
         self._since = now
 
     async def allow(self, count: int, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Wait until this many more bytes may go, in turn. A caller that gives up has used nothing."""
+        """Wait, first come first served, until the cap allows this many more bytes. A caller that gives up uses none of it."""
         if not self._cap:
             return
         async with self._turn:
@@ -70,7 +73,7 @@ class Meter:
                 self.charge(count)
 
     def charge(self, count: int) -> None:
-        """This many bytes went without waiting for their turn."""
+        """Charge the cap for bytes that did not wait for their turn."""
         if self._cap:
             earliest = asyncio.get_running_loop().time() - BURST_S
             self._free_at = max(self._free_at, earliest) + count / self._cap

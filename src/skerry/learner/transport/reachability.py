@@ -1,4 +1,4 @@
-"""Notices shards that the syncer has named and that this island cannot reach, and says so once."""
+"""Warns, once each, about shards that this island cannot reach."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from skerry.learner.transport.stream import NotAsWanted
 log = logging.getLogger("skerry.learner")
 
 WARN_S = 30.0
-"""After this long without getting through."""
+"""Warn after failing for this long."""
 QUIET_S = 120.0
-"""After this long without trying, a failure is a new one."""
+"""A failure this long after the last one starts a new episode."""
 
 
 @dataclass
 class _Unreached:
     since: float
     last: float = 0.0
-    said: bool = False
+    warned: bool = False
 
 
 class Reachability:
+    """Tracks failed transfers to shards."""
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._unreached: dict[str, _Unreached] = {}
-        """By the address of a shard to which nothing has got through lately."""
+        """Failing shards by address."""
 
     def failed(self, shard: str, error: WireError) -> None:
-        """An empty address is the syncer itself, whose absence is noticed elsewhere."""
+        """Count a failed transfer. An empty address means the syncer itself, whose absence the connection reports."""
         if not shard or isinstance(error, NotAsWanted):
             return
         now = time.monotonic()
@@ -39,9 +41,10 @@ class Reachability:
         if trouble is None or now - trouble.last > QUIET_S:
             trouble = self._unreached[shard] = _Unreached(now)
         trouble.last = now
-        if now - trouble.since >= WARN_S and not trouble.said:
-            trouble.said = True
-            log.warning("%s gets nothing through to the shard at %s: %s; training goes on", self._name, shard, error)
+        if now - trouble.since >= WARN_S and not trouble.warned:
+            trouble.warned = True
+            log.warning("%s cannot reach the shard at %s: %s; training goes on", self._name, shard, error)
 
     def went_through(self, shard: str) -> None:
+        """Note a transfer that succeeded."""
         self._unreached.pop(shard, None)

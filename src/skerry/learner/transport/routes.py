@@ -1,5 +1,4 @@
-"""Where a learner's bulk data goes: to the syncer itself, or, fragment by fragment, to its shards; in this process, or by the
-sidecar if there is one."""
+"""Chooses how bulk data travels: to the syncer or to the fragment's shard, in this process or through the sidecar."""
 
 from __future__ import annotations
 
@@ -20,25 +19,25 @@ from skerry.wire.service import SyncerStub
 _connections = itertools.count()
 
 DOUBT_S = 5.0
-"""After the sidecar has failed for this long, something is tried without it."""
-ENOUGH = 2
-"""After this many transfers that only got through without the sidecar, it is given up."""
+"""After the sidecar has failed for this long, one transfer bypasses it."""
+MOST_BYPASSES = 2
+"""Give the sidecar up after this many transfers succeeded only without it."""
 
 
 class Transport(Protocol):
-    """What carries one fragment's bytes."""
+    """Carries one fragment's bytes."""
 
     async def upload(self, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
-        """Send a contribution and wait for the reply; with `resume`, only what is missing of one sent before."""
+        """Send a contribution and wait for the reply. `resume` sends only the chunks the peer did not get before."""
         ...
 
     async def fetch(self, download: Download) -> None:
-        """Get what is missing of a version."""
+        """Fetch the missing chunks of a version."""
         ...
 
 
 class Routes:
-    """The routes of one connection to the syncer. Connections to shards come and go while it lasts."""
+    """The routes of one connection to the syncer. Connections to shards may change during its life."""
 
     def __init__(
         self,
@@ -49,11 +48,11 @@ class Routes:
         open_streams: Callable[[Sequence[SyncerStub]], StripedStreams],
         sidecar: Callable[[], Sidecar | None] = lambda: None,
     ) -> None:
-        """`sidecar` returns the side process, if there is one at that moment."""
+        """`sidecar` returns the side process, or None if there is none at the moment."""
         self.main = main
         self._address = address
         self._sidecar = sidecar
-        self._doubt = _Doubt()
+        self._health = _SidecarHealth()
         self._connection = next(_connections)
         self._closed = False
         self._connections = connections
@@ -61,22 +60,22 @@ class Routes:
         self._open_streams = open_streams
         self._of_fragment: tuple[int, ...] = ()
         self._shards: list[tuple[str, StripedStreams | None, list[Any]]] = []
-        """Address, streams and channels of each."""
+        """Address, streams and channels of each shard."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def to_send(self, fragment: int, data: memoryview) -> Transport:
-        """What carries these bytes to wherever the fragment is served. Raises WireError."""
+        """The transport for these bytes of a fragment. Raises WireError if nobody serves the fragment."""
         streams, sidecar = self._serving(fragment), self._sidecar()
         if sidecar is None or not sidecar.can_send(data):
             return streams
-        return _BySidecar(sidecar, streams, self._endpoint(fragment), self._doubt)
+        return _BySidecar(sidecar, streams, self._endpoint(fragment), self._health)
 
     def to_fetch(self, fragment: int, room: memoryview | None) -> Transport:
-        """What brings a version of the fragment, into that room if there is one. Raises WireError."""
+        """The transport for a version that arrives in `room`. Raises WireError if nobody serves the fragment."""
         streams, sidecar = self._serving(fragment), self._sidecar()
         if sidecar is None or room is None or not sidecar.can_receive(room):
             return streams
-        return _BySidecar(sidecar, streams, self._endpoint(fragment), self._doubt)
+        return _BySidecar(sidecar, streams, self._endpoint(fragment), self._health)
 
     def _serving(self, fragment: int) -> StripedStreams:
         if self._closed:
@@ -85,20 +84,20 @@ class Routes:
             return self.main
         streams = self._shards[self._of_fragment[fragment]][1]
         if streams is None:
-            raise WireError(f"nobody serves fragment {fragment} just now")
+            raise WireError(f"nobody serves fragment {fragment} at the moment")
         return streams
 
     def _endpoint(self, fragment: int) -> Endpoint:
         return Endpoint(self._connection, self.shard_of(fragment) or self._address)
 
     def shard_of(self, fragment: int) -> str:
-        """The address of its shard; empty for the syncer itself, and while nobody serves it."""
+        """Address of the fragment's shard. Empty if the syncer serves it itself, or nobody does at the moment."""
         if not self._shards or fragment >= len(self._of_fragment):
             return ""
         return self._shards[self._of_fragment[fragment]][0]
 
     def place(self, addresses: Sequence[str], of_fragment: Sequence[int]) -> None:
-        """The syncer says where fragments are. Transfers to an address that has changed fail, and are tried again."""
+        """Apply the syncer's placement of fragments. Transfers to an address that changed fail and are retried."""
         before, self._shards = self._shards, []
         for number, address in enumerate(addresses):
             old = before[number] if number < len(before) else ("", None, [])
@@ -123,7 +122,7 @@ class Routes:
 
     @property
     def queue_s(self) -> float:
-        """How long outgoing data waited for its turn lately, where that was longest."""
+        """Recent waiting time of outgoing data, on the slowest route."""
         sidecar = self._sidecar()
         return max(*(streams.queue_s for streams in self._all), sidecar.queue_s if sidecar is not None else 0.0)
 
@@ -155,57 +154,60 @@ class Routes:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
 
-class _Doubt:
-    """The sidecar may be the only one for whom the link does not work. When it has failed for a while, a transfer goes without
-    it; if that succeeds again and again, it is given up."""
+class _SidecarHealth:
+    """Tells a broken sidecar from a broken link. When the sidecar has failed for a while, one transfer bypasses it; if such
+    transfers succeed repeatedly, the sidecar is given up."""
 
     def __init__(self) -> None:
         self._failing_since: float | None = None
-        self._without = 0
-        """Transfers that got through without it since it last carried anything."""
+        self._bypasses = 0
+        """Transfers that succeeded without the sidecar since it last carried one."""
 
-    def carried(self) -> None:
-        self._failing_since, self._without = None, 0
+    def succeeded(self) -> None:
+        self._failing_since, self._bypasses = None, 0
 
     def failed(self) -> None:
         if self._failing_since is None:
             self._failing_since = asyncio.get_running_loop().time()
 
-    def skips_one(self) -> bool:
-        """Whether to do without it this time; next time it may try again."""
+    def bypasses_next(self) -> bool:
+        """Whether this transfer should bypass the sidecar. The next one may use it again."""
         since = self._failing_since
         if since is None or asyncio.get_running_loop().time() - since < DOUBT_S:
             return False
         self._failing_since = None
         return True
 
-    def went_without(self, sidecar: Sidecar) -> None:
-        self._without += 1
-        if self._without >= ENOUGH:
-            sidecar.give_up("what it could not carry got through without it")
+    def bypassed(self, sidecar: Sidecar) -> None:
+        """Count a transfer that succeeded without the sidecar."""
+        self._bypasses += 1
+        if self._bypasses >= MOST_BYPASSES:
+            sidecar.give_up("transfers succeed only without it")
 
 
 class _BySidecar:
-    def __init__(self, sidecar: Sidecar, streams: StripedStreams, endpoint: Endpoint, doubt: _Doubt) -> None:
-        self._sidecar, self._streams, self._endpoint, self._doubt = sidecar, streams, endpoint, doubt
+    """A transport through the sidecar that falls back to this process's own streams."""
+
+    def __init__(self, sidecar: Sidecar, streams: StripedStreams, endpoint: Endpoint, health: _SidecarHealth) -> None:
+        self._sidecar, self._streams, self._endpoint, self._health = sidecar, streams, endpoint, health
 
     async def upload(self, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
-        if self._doubt.skips_one():
+        if self._health.bypasses_next():
             reply = await self._streams.upload(header, data, True)
-            self._doubt.went_without(self._sidecar)
+            self._health.bypassed(self._sidecar)
             return reply
         try:
-            with self._doubting():
+            with self._watching():
                 return await self._sidecar.upload(self._endpoint, header, data, resume)
         except Gone:
-            return await self._streams.upload(header, data, True)  # all of it may have arrived
+            return await self._streams.upload(header, data, True)  # resume: the sidecar may have delivered it all
 
     async def fetch(self, download: Download) -> None:
         assert download.room is not None
-        without = self._doubt.skips_one()
-        if not without:
+        bypass = self._health.bypasses_next()
+        if not bypass:
             try:
-                with self._doubting():
+                with self._watching():
                     await self._sidecar.fetch(self._endpoint, download, download.room)
                     return
             except (TooLarge, Gone):
@@ -213,16 +215,16 @@ class _BySidecar:
         self._sidecar.forget(download.room)
         download.room = None
         await self._streams.fetch(download)
-        if without:
-            self._doubt.went_without(self._sidecar)
+        if bypass:
+            self._health.bypassed(self._sidecar)
 
     @contextlib.contextmanager
-    def _doubting(self) -> Iterator[None]:
+    def _watching(self) -> Iterator[None]:
         try:
             yield
         except (NotAsWanted, Gone):
             raise
         except WireError:
-            self._doubt.failed()
+            self._health.failed()
             raise
-        self._doubt.carried()
+        self._health.succeeded()

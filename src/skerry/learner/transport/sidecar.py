@@ -1,11 +1,11 @@
-"""A side process that carries contributions to the syncer and versions back, from and into memory that both processes share.
+"""A side process that carries contributions to the syncer and versions back, through memory shared with the island.
 
-Sending and receiving much data keeps the GIL busy, and beside a GPU the training loop needs it to keep the GPU
-fed. The side process does what it is told and decides nothing: what to send, what to ask for, and what to do when that fails
-stays with the island. It exits when the island's end of the socket between them is closed.
+Bulk transfers hold the GIL, which the training loop needs to keep a GPU busy. The side process only executes orders: the island
+decides what to send, what to fetch, and what to do when a transfer fails. The process exits when the island closes its end of
+the socket between them.
 
-This is the island's end; carrier.py is the process. A message on the socket is a JSON list and some bytes, after the sizes of
-both.
+This is the island's end; carrier.py is the process. A frame on the socket has the sizes of two parts, then a JSON list, then
+bytes.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ log = logging.getLogger("skerry.learner")
 
 _SIZES = struct.Struct("<II")
 SILENT_LOOKS = 10
-"""Consecutive looks at the process that found no sign of life."""
+"""Consecutive checks without a sign of life after which the process is killed."""
 LOOKS_APART_S = 2.0
-"""After a longer time between two looks it was the island that stood still, and the process perhaps as well."""
+"""A check this late does not count: the island was suspended, and perhaps the process too."""
 EXIT_S = 5.0
+"""How long the process may take to exit before it is killed."""
 POLL_S = 0.01
 _PROGRAM = """
 import signal, sys
 for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
-    # Signals sent to all processes of a job are meant for the island, which then closes its end.
+    # Signals to the whole process group are meant for the island, which then closes its end of the socket.
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 sys.path[:] = sys.argv[2:]
 from skerry.learner.transport.carrier import main
 main()
 """
-"""Imports are resolved as in the island."""
-NOBODY = -1
-"""The number of a message that nobody waits for."""
+"""The process's program. It uses the island's import path."""
+UNNUMBERED = -1
+"""The number of a message that needs no reply."""
 
 
 class SharedMemory(Protocol):
-    """Memory of the island that the side process may read and write."""
+    """Memory that the island shares with the side process."""
 
     @property
     def descriptor(self) -> int: ...
@@ -64,29 +65,34 @@ class SharedMemory(Protocol):
     def size_bytes(self) -> int: ...
 
     def offset_of(self, data: memoryview) -> int | None:
-        """Where in it that is; None if it is elsewhere."""
+        """Offset of `data` in this memory; None if it is elsewhere."""
         ...
 
 
 class Gone(WireError):
-    """There is no such process, or no longer."""
+    """The side process does not run."""
 
 
 class Endpoint(NamedTuple):
-    """Where bulk data goes: an address, for as long as one connection to the syncer lasts."""
+    """An address, for the life of one connection to the syncer."""
 
     connection: int
     address: str
 
 
 class Reply(NamedTuple):
+    """The JSON part of a frame from the side process."""
+
     number: int
+    """Number of the order, or UNNUMBERED for a sign of life."""
     error: str
-    """The exception's class, if it did not go well."""
-    words: str
+    """Class name of the exception if the order failed, else empty."""
+    text: str
+    """Message of the exception."""
     sent_bytes: int
-    """Since the process started, like the next."""
+    """Bytes sent since the process started."""
     received_bytes: int
+    """Bytes received since the process started."""
     queue_s: float
 
 
@@ -94,17 +100,17 @@ ERRORS = {kind.__name__: kind for kind in (WireError, NotAsWanted, TooLarge, Try
 
 
 def frame(message: Sequence[Any], data: bytes = b"") -> bytes:
-    words = json.dumps(message).encode()
-    return b"".join((_SIZES.pack(len(words), len(data)), words, data))
+    text = json.dumps(message).encode()
+    return b"".join((_SIZES.pack(len(text), len(data)), text, data))
 
 
 async def next_frame(reader: asyncio.StreamReader) -> tuple[list[Any], bytes]:
-    words, data = _SIZES.unpack(await reader.readexactly(_SIZES.size))
-    return json.loads(await reader.readexactly(words)), await reader.readexactly(data)
+    text_size, data_size = _SIZES.unpack(await reader.readexactly(_SIZES.size))
+    return json.loads(await reader.readexactly(text_size)), await reader.readexactly(data_size)
 
 
 class Sidecar:
-    """The side process, as the island sees it. All of it on one event loop."""
+    """The island's handle to the side process. Use it on one event loop only."""
 
     def __init__(self, outgoing: SharedMemory, incoming: SharedMemory, sent: Meter, received: Meter) -> None:
         self._outgoing, self._incoming = outgoing, incoming
@@ -114,20 +120,21 @@ class Sidecar:
         self._listener: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[asyncio.Future[bytes], object]] = {}
-        """With the shared memory in use: it must not change until the process is done with it, even if the caller gave up."""
+        """Orders without a reply, each with the shared memory it uses: kept until the process is done with it, even if the
+        caller has given up."""
         self._alive = True
-        """It has said something since the last look."""
+        """The process has sent something since the last check."""
         self._looked_at, self._silent_looks = 0.0, 0
         self._closing = False
         self._counted = (0, 0)
         self.queue_s = 0.0
-        """How long outgoing data waited for its turn, lately."""
+        """Recent waiting time of outgoing data in the process."""
         self.running = False
 
     async def start(self, name: str, session: str, connections: int, tls: TLS | None) -> None:
-        """Raises OSError or WireError."""
+        """Start the process. Raises OSError or WireError."""
         if not sys.executable or getattr(sys, "frozen", False):
-            raise Gone("there is no interpreter to start it with")
+            raise Gone("no Python interpreter to run the bulk transfer process")
         here, there = socket.socketpair()
         with there, contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(here.close)
@@ -142,7 +149,7 @@ class Sidecar:
         try:
             await next_frame(reader)
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise Gone(f"the process that was to carry bulk data did not start: {error}") from None
+            raise Gone(f"the bulk transfer process did not start: {error}") from None
         self.running = True
         self._listener = asyncio.get_running_loop().create_task(self._listen(reader))
 
@@ -155,14 +162,15 @@ class Sidecar:
         return self.running and self._incoming.offset_of(room) is not None
 
     async def upload(self, endpoint: Endpoint, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
-        """As StripedStreams.upload, for data in shared memory."""
+        """Like StripedStreams.upload, for data in shared memory."""
         with self._sent.busy():
             start = self._outgoing.offset_of(data)
             reply = await self._ask(data, header.SerializeToString(), "upload", *endpoint, start, len(data), resume)
         return pb.UploadReply.FromString(reply)
 
     async def fetch(self, endpoint: Endpoint, download: Download, room: memoryview) -> None:
-        """As StripedStreams.fetch, into shared memory. If it fails, what has arrived stays there until it is forgotten."""
+        """Like StripedStreams.fetch, into shared memory. After a failure the next attempt continues where it stopped, unless
+        `forget` was called."""
         with self._received.busy():
             start = self._incoming.offset_of(room)
             reply = await self._ask(room, download.wanted.SerializeToString(), "fetch", *endpoint, start, len(room))
@@ -170,26 +178,26 @@ class Sidecar:
         download.arrived(header, room[: header.size_bytes])
 
     def forget(self, room: memoryview) -> None:
-        """What has arrived in it is no longer of use."""
+        """Drop the download in progress in this memory."""
         if self.running:
             self._tell(room, b"", "forget", self._incoming.offset_of(room))
 
     def disconnect(self, connection: int, address: str = "") -> None:
-        """Transfers of this connection fail, at one address or at all of them, and it is not used any more."""
+        """Close the streams of a connection, to one address or to all. Their transfers fail."""
         if self.running:
             self._tell(None, b"", "disconnect", connection, address)
 
-    async def _ask(self, held: object, message: bytes, *words: Any) -> bytes:
+    async def _ask(self, held: object, message: bytes, *order: Any) -> bytes:
         if not self.running:
-            raise Gone("the process that carries bulk data has exited")
-        return await self._tell(held, message, *words)
+            raise Gone("the bulk transfer process has exited")
+        return await self._tell(held, message, *order)
 
-    def _tell(self, held: object, message: bytes, *words: Any) -> asyncio.Future[bytes]:
+    def _tell(self, held: object, message: bytes, *order: Any) -> asyncio.Future[bytes]:
         assert self._writer is not None
         number = next(self._numbers)
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[number] = reply, held
-        self._writer.write(frame((number, *words), message))
+        self._writer.write(frame((number, *order), message))
         return reply
 
     # ------------------------------------------------------------ replies
@@ -200,23 +208,23 @@ class Sidecar:
                 self._hear(*await next_frame(reader))
         self._exited()
 
-    def _hear(self, words: list[Any], message: bytes) -> None:
-        reply = Reply(*words)
+    def _hear(self, fields: list[Any], message: bytes) -> None:
+        reply = Reply(*fields)
         self._alive = True
         self._count(reply)
-        if reply.number == NOBODY:
+        if reply.number == UNNUMBERED:
             return
         if reply.error and reply.error not in ERRORS:
-            # Not a fault of the link, which would be there without the process as well. Whoever waits hears of it once the
-            # process has exited: until then it may write to the shared memory.
-            self.give_up(f"{reply.error}: {reply.words}")
+            # A bug in the process, not a fault of the link. The order fails when the process has exited; until then it may
+            # write to the shared memory.
+            self.give_up(f"{reply.error}: {reply.text}")
             return
         future, _ = self._waiting.pop(reply.number, (None, None))
         if future is None or future.done():
             return
         if reply.error:
-            future.set_exception(ERRORS[reply.error](reply.words))
-            future.exception()  # nobody may be waiting
+            future.set_exception(ERRORS[reply.error](reply.text))
+            future.exception()  # marks it retrieved, in case nobody waits
         else:
             future.set_result(message)
 
@@ -229,11 +237,11 @@ class Sidecar:
             if now > was:
                 meter.moved(now - was, kind)
 
-    # ------------------------------------------------------------ its life
+    # ------------------------------------------------------------ the process
 
     def check_alive(self) -> None:
-        """Call once a second or so. The process says something more often than that; if it does not, its orders will not be
-        carried out."""
+        """Kill the process if it has been silent for SILENT_LOOKS checks. Call it about once a second; a healthy process sends
+        something more often."""
         if not self.running or self._process is None:
             return
         now = asyncio.get_running_loop().time()
@@ -244,39 +252,39 @@ class Sidecar:
             self._silent_looks += 1
         self._alive = False
         if self._process.poll() is not None:
-            # Its end of the socket may still be open, in a process that was forked here just when it was started.
+            # The socket alone does not tell: a process forked from the island may still hold the other end open.
             self._exited()
         elif self._silent_looks >= SILENT_LOOKS:
             self.give_up("it has gone silent")
 
     def give_up(self, why: str) -> None:
-        """The island is better off without it."""
+        """Kill the process. Transfers fall back to the training process."""
         if self.running and self._process is not None:
-            log.warning("the process that carries bulk data is ended: %s", why)
+            log.warning("killing the bulk transfer process: %s", why)
             self._process.kill()
 
     def _exited(self) -> None:
         if self.running and not self._closing:
-            log.warning("the process that carries bulk data has exited; the training process does that now")
+            log.warning("the bulk transfer process has exited; the training process takes over")
         self.running = False
         waiting, self._waiting = self._waiting, {}
         for future, _ in waiting.values():
             if not future.done():
-                future.set_exception(Gone("the process that carries bulk data has exited"))
-                future.exception()  # nobody may be waiting
+                future.set_exception(Gone("the bulk transfer process has exited"))
+                future.exception()  # marks it retrieved, in case nobody waits
 
     async def close(self) -> None:
         self._closing = True
         if self._writer is not None:
-            # Closing may not be enough: a process that was forked here has the socket as well.
-            self._writer.write(frame((NOBODY, "end")))
+            # Closing may not be enough: a process forked from the island has the socket as well.
+            self._writer.write(frame((UNNUMBERED, "end")))
             self._writer.close()
         if self._listener is not None:
             self._listener.cancel()
         self._exited()
         process, loop = self._process, asyncio.get_running_loop()
         if process is not None:
-            # Polled, not awaited in a thread: while the interpreter exits there are no more threads to be had.
+            # Polled, because no thread can be started to wait for it while the interpreter exits.
             deadline = loop.time() + EXIT_S
             while process.poll() is None and loop.time() < deadline:
                 await asyncio.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""One bulk stream, the learner's end: runs of chunks go out and come in. When it breaks, what was in flight on it fails."""
+"""The learner's end of one bulk stream: sends and receives runs of chunks. When it breaks, transfers in flight on it fail."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from skerry.wire.framing import CHUNK_BYTES, Assembly, Parcel, Run, chunk, count
 from skerry.wire.service import SyncerStub
 
 MOST_CHUNKS = 4
-"""The most chunks in one run."""
+"""Most chunks in one run."""
 ASKED_AHEAD = 4
-"""Runs requested on one stream before the first of them has arrived: a long link holds many bytes in flight."""
+"""Runs requested on one stream ahead of arrival, to fill a long link."""
 FORGOTTEN_S = 120.0
-"""How long nothing may move on a stream whose only business is a pending reply."""
+"""Timeout of a stream that only waits for a reply."""
 
 Key = tuple[int, int]
 """Fragment and round of a contribution."""
 
 
 class StreamOwner(Protocol):
-    """Whoever has several streams and hears from each."""
+    """The callbacks of a stream."""
 
     sent: Meter
     received: Meter
@@ -37,37 +37,37 @@ class StreamOwner(Protocol):
     def is_closed(self) -> bool: ...
 
     def queued(self, seconds: float) -> None:
-        """A run waited this long for its turn."""
+        """A run has waited this long for its turn."""
 
     def replied(self, reply: pb.UploadReply) -> None: ...
 
     def lost(self, key: Key, error: WireError) -> None:
-        """A stream broke that carried some of this contribution."""
+        """A stream that carried part of this contribution broke."""
 
 
 class NotAsWanted(WireError):
-    """What was sent is not what was asked for, or is not there. Asking for the rest is pointless."""
+    """The peer sent something else than was requested, or does not have it. Requesting the rest is pointless."""
 
 
 class TooLarge(NotAsWanted):
-    """The version does not fit into the room that was given."""
+    """The version does not fit into the memory given for it."""
 
 
 class Download:
-    """A version on its way here. What has arrived survives a broken connection."""
+    """A version being received. Chunks that have arrived survive a broken connection."""
 
     def __init__(self, wanted: pb.Fetch, check: Callable[[pb.Fetched], None], room: memoryview | None = None) -> None:
         self.wanted = wanted
         self.room = room
-        """Where it is to arrive, if that matters."""
+        """Memory to receive it in, or None to allocate some."""
         self._check = check
         self.header: pb.Fetched | None = None
         self.assembly: Assembly | None = None
         self._arrived: memoryview | None = None
 
     def begins(self, header: pb.Fetched) -> None:
-        """Memory is allocated once the declared size has been checked."""
-        self._is_wanted(header)
+        """Check the header of a run. The first one allocates memory, once its declared size has been checked."""
+        self._check_wanted(header)
         if header.reason:
             raise NotAsWanted(header.reason)
         if self.header is None:
@@ -76,29 +76,29 @@ class Download:
                 raise TooLarge(f"{header.size_bytes} bytes do not fit into {len(self.room)}")
             self.header, self.assembly = header, Assembly(header.size_bytes, header.checksum, self.room)
         elif _content(header) != _content(self.header):
-            raise NotAsWanted(f"version {header.version} of fragment {header.fragment} is something else than before")
+            raise NotAsWanted(f"version {header.version} of fragment {header.fragment} changed during the download")
 
-    def _is_wanted(self, header: pb.Fetched) -> None:
+    def _check_wanted(self, header: pb.Fetched) -> None:
         if (header.fragment, header.version) != (self.wanted.fragment, self.wanted.version):
-            raise NotAsWanted(f"version {header.version} of fragment {header.fragment} was sent without being asked for")
+            raise NotAsWanted(f"version {header.version} of fragment {header.fragment} was sent unasked")
 
     @property
     def missing(self) -> list[Run]:
         return self.assembly.missing if self.assembly is not None else [(0, MOST_CHUNKS)]
 
     def arrived(self, header: pb.Fetched, data: memoryview) -> None:
-        """All of it, by another process that has verified the checksum."""
-        self._is_wanted(header)
+        """Accept the whole version from the sidecar, which has verified the checksum."""
+        self._check_wanted(header)
         self._check(header)
         self.header, self._arrived = header, data
 
     def give_up(self) -> None:
-        """Nothing more is written."""
+        """Stop writing to the memory."""
         if self.assembly is not None:
             self.assembly.give_up()
 
     def finish(self) -> tuple[pb.Fetched, memoryview]:
-        """Verifies the checksum, which takes a while if it is large. Raises WireError."""
+        """Verify the checksum, which is slow for large versions, and return header and data. Raises WireError."""
         assert self.header is not None
         if self._arrived is not None:
             return self.header, self._arrived
@@ -112,7 +112,7 @@ def _content(header: pb.Fetched) -> tuple[object, ...]:
 
 @dataclass
 class _Asked:
-    """A run that was asked for. Without a download it is a part of an optimizer's state."""
+    """A requested run of a download; without a download, a requested part of optimizer state."""
 
     first: int
     count: int
@@ -123,8 +123,8 @@ class _Asked:
     state: pb.State | None = None
     assembly: Assembly | None = None
     next_chunk: int = 0
-    paid: bool = False
-    """Its bytes are charged to the cap. Before the first answer nobody knows how many they are."""
+    charged: bool = False
+    """The cap has been charged for its bytes. Impossible for the first run, whose size is not known yet."""
 
     def fail(self, error: WireError) -> None:
         if not self.done.done():
@@ -132,13 +132,13 @@ class _Asked:
 
 
 def forget(future: asyncio.Future[Any]) -> None:
-    """Nobody will ask what became of it."""
+    """Cancel a future nobody waits for, or mark its exception as retrieved."""
     if not future.cancel() and not future.cancelled():
         future.exception()
 
 
 class ClientStream:
-    """Opened lazily, and again after it broke; transfers in flight at that moment fail."""
+    """One bulk stream. Opened lazily, and reopened after it broke."""
 
     def __init__(self, stub: SyncerStub, hello: pb.BulkHello, owner: StreamOwner) -> None:
         self._stub, self._hello, self._owner = stub, hello, owner
@@ -151,25 +151,25 @@ class ClientStream:
         self._state: _Asked | None = None
         self._arriving: _Asked | None = None
         self._carried: set[Key] = set()
-        """Contributions that were sent here, in part or whole, and not answered."""
+        """Contributions sent on this stream, in part or whole, that wait for a reply."""
         self._moved_at = 0.0
         self._write_began: float | None = None
         self.broken = False
-        """Its last call broke, and nothing has arrived on another."""
+        """The last call broke, and nothing has arrived since."""
 
     # ------------------------------------------------------------ sending
 
     async def send_runs(
         self, header: pb.Upload, data: memoryview, waiting: deque[Run], answer: asyncio.Future[pb.UploadReply]
     ) -> None:
-        """Send runs of a contribution until none waits. Several streams share `waiting`; each takes the next run when it is
-        free. The syncer may answer before it has everything, if it does not want the contribution."""
+        """Send runs of a contribution until `waiting` is empty. Several streams share `waiting` and take the next run when they
+        are free. Stops early if the syncer has already answered, because it does not want the contribution."""
         while waiting and not answer.done():
             first, count = waiting.popleft()
             message = pb.BulkToSyncer(upload=header)
             message.upload.first_chunk = first
             if first:
-                message.upload.ClearField("journal_json")  # it travels with the first chunk
+                message.upload.ClearField("journal_json")  # sent with the first chunk only
             self.queued_bytes += count * CHUNK_BYTES
             since = asyncio.get_running_loop().time()
             try:
@@ -190,6 +190,7 @@ class ClientStream:
                 self.queued_bytes -= count * CHUNK_BYTES
 
     async def ask_missing(self, header: pb.Upload) -> None:
+        """Ask which chunks of a contribution the peer does not have. The reply goes to the owner."""
         message = pb.BulkToSyncer(upload=header)
         message.upload.resume = True
         async with self._sending:
@@ -213,7 +214,7 @@ class ClientStream:
             self.queued_bytes -= len(data)
 
     async def _write(self, call: Any, parcel: Parcel[pb.BulkToSyncer], asked: _Asked | None = None) -> None:
-        """On that call and no other. Requests may go between the chunks of a contribution."""
+        """Write to this call, or fail if it has been replaced. Requests may go out between the chunks of a contribution."""
         async with self._writing:
             if self._call is not call:
                 raise WireError("the stream broke")
@@ -228,10 +229,10 @@ class ClientStream:
                 self._write_began = None
             self._moved()
 
-    # ------------------------------------------------------------ asking
+    # ------------------------------------------------------------ fetching
 
     async def ask(self, download: Download, run: Run) -> asyncio.Future[None]:
-        """Ask for a run. The future is done when the last of it has arrived."""
+        """Request a run. The future is done when its last chunk has arrived."""
         asked = _Asked(*run, asyncio.get_running_loop().create_future(), download)
         fetch = pb.Fetch()
         fetch.CopyFrom(download.wanted)
@@ -239,7 +240,7 @@ class ClientStream:
         try:
             if download.assembly is not None:
                 await self._owner.received.allow(run[1] * CHUNK_BYTES, self._owner.is_closed)
-            asked.paid = download.assembly is not None
+            asked.charged = download.assembly is not None
             await self._write(await self._open(), Parcel(pb.BulkToSyncer(fetch=fetch)), asked)
         except BaseException:
             forget(asked.done)
@@ -247,7 +248,7 @@ class ClientStream:
         return asked.done
 
     async def fetch_runs(self, download: Download, waiting: deque[Run]) -> None:
-        """Ask for runs of a version until none waits, a few ahead of what has arrived. Several streams share `waiting`."""
+        """Request runs of a version until `waiting` is empty, up to ASKED_AHEAD at a time. Several streams share `waiting`."""
         in_flight: deque[asyncio.Future[None]] = deque()
         try:
             while waiting or in_flight:
@@ -259,8 +260,8 @@ class ClientStream:
                 forget(future)
 
     async def fetch_state(self, part: int, limit_bytes: int) -> tuple[pb.State, memoryview]:
-        """One part of a peer's optimizer state, with its header. One at a time."""
-        assert self._state is None, "optimizer state is fetched one part after the other"
+        """Fetch one part of a peer's optimizer state. Returns its header and data."""
+        assert self._state is None, "optimizer state is fetched one part at a time"
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asked = self._state = _Asked(0, 0, done, part=part, limit_bytes=limit_bytes)
         try:
@@ -272,11 +273,11 @@ class ClientStream:
         assert asked.state is not None and asked.assembly is not None
         return asked.state, asked.assembly.finish()
 
-    # ------------------------------------------------------------ its life
+    # ------------------------------------------------------------ opening and closing
 
     def drop_if_stuck(self, send_s: float, receive_s: float) -> None:
-        """Break the stream if something is in flight and nothing has moved for this long: a stream can be dead without either
-        end noticing. A pending reply keeps it open for longer: others may be carrying the rest, or it is being decoded."""
+        """Break the stream if a transfer is in flight and nothing has moved for this long. A stream can be dead without either
+        end noticing. A pending reply alone has longer: other streams may carry the rest, or the syncer is decoding."""
         if self._call is None:
             return
         now = asyncio.get_running_loop().time()
@@ -312,7 +313,7 @@ class ClientStream:
                     call = self._call = self._stub.bulk()
                     self._reader = asyncio.get_running_loop().create_task(self._read(call))
                     self._reader.add_done_callback(lambda task: self._ended(call, task))
-                    # The first message of a call that is cancelled before it is connected would wait for ever.
+                    # Waits for the reader too: if the call is cancelled before it connects, the first write never returns.
                     hello = asyncio.ensure_future(call.write(Parcel(pb.BulkToSyncer(hello=self._hello))))
                     try:
                         await asyncio.wait((hello, self._reader), return_when=asyncio.FIRST_COMPLETED)
@@ -341,13 +342,13 @@ class ClientStream:
                 self._state_begins(message.state)
             asked = self._arriving
             self._owner.received.moved(len(data), "state" if asked is not None and asked.download is None else "versions")
-            if asked is None or not asked.paid:
+            if asked is None or not asked.charged:
                 self._owner.received.charge(len(data))
             if asked is None:
-                continue  # the rest of a transfer that has failed
+                continue  # a remaining chunk of a failed transfer
             assert asked.assembly is not None
             if not len(data) and asked.assembly.size_bytes:
-                continue  # a header alone
+                continue  # a header without a chunk
             try:
                 asked.assembly.add(asked.next_chunk, data)
             except WireError as error:
@@ -362,7 +363,7 @@ class ClientStream:
         raise WireError("the syncer ended the bulk stream")
 
     def _ended(self, call: Any, reader: asyncio.Task[None]) -> None:
-        """The call is over. Everything in flight on it fails."""
+        """Fail every transfer in flight on a call that has ended."""
         error = None if reader.cancelled() else reader.exception()
         ended = error if isinstance(error, WireError) else WireError(f"the bulk stream ended: {error or 'it was closed'}")
         call.cancel()
@@ -382,10 +383,10 @@ class ClientStream:
         self._cut_short()
         asked = self._asked.popleft() if self._asked else None
         if asked is None or asked.download is None:
-            raise WireError(f"version {header.version} of fragment {header.fragment} was sent without being asked for")
+            raise WireError(f"version {header.version} of fragment {header.fragment} was sent unasked")
         try:
             if header.first_chunk != asked.first:
-                raise WireError(f"chunk {header.first_chunk} was sent, {asked.first} was asked for")
+                raise WireError(f"chunk {header.first_chunk} was sent instead of {asked.first}")
             asked.download.begins(header)
         except WireError as error:
             asked.fail(error)
@@ -397,11 +398,12 @@ class ClientStream:
         self._cut_short()
         asked = self._state
         if asked is None or asked.part != header.part:
-            return  # the answer to a question that was given up
+            return  # the reply to a request that was given up
         if header.reason:
             asked.fail(TryAgain(header.reason) if header.again else WireError(header.reason))
         elif header.size_bytes > asked.limit_bytes:
-            asked.fail(WireError(f"a part of optimizer state has at most {asked.limit_bytes} bytes"))
+            limit = asked.limit_bytes
+            asked.fail(WireError(f"a part of optimizer state was declared as {header.size_bytes} bytes, the limit is {limit}"))
         else:
             asked.state, asked.assembly = header, Assembly(header.size_bytes, header.checksum)
             asked.count, asked.next_chunk = asked.assembly.chunks, 0
@@ -409,5 +411,5 @@ class ClientStream:
 
     def _cut_short(self) -> None:
         if self._arriving is not None:
-            self._arriving.fail(WireError("what was arriving was cut short by something else"))
+            self._arriving.fail(WireError("the transfer was cut short by the next one"))
             self._arriving = None

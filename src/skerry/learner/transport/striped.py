@@ -1,8 +1,8 @@
-"""A learner's bulk streams to one process: contributions one way, merged fragments the other, spread over several connections.
+"""A learner's bulk streams to one process, which carry contributions out and merged fragments in over several connections.
 
-One TCP connection cannot fill a long link, so large transfers go over all of them, a run of chunks at a time: faster
-connections carry more. A stream takes the next run when it is free, which bounds what is in flight. When a stream breaks the
-others go on, and only what was lost with it is sent or asked for again.
+One TCP connection rarely fills a long link, so large transfers are striped over all connections, one run of chunks at a time. A
+stream takes the next run when it is free, so faster connections carry more and the bytes in flight are bounded. When a stream
+breaks, the others go on, and only the lost chunks are sent or requested again.
 """
 
 from __future__ import annotations
@@ -20,27 +20,30 @@ from skerry.wire.framing import CHUNK_BYTES, Run, count_chunks, in_runs
 from skerry.wire.service import SyncerStub
 
 STUCK_S = (10.0, 60.0, 600.0)
-"""A stream on which nothing moves for this long is dead: the time of STUCK_CHUNKS chunks at the measured rate, clamped to the
-first two; but never less than the time of three chunks, up to the third."""
+"""Limits on how long a stream may stand still: the time of STUCK_CHUNKS chunks at the measured rate, clamped to the first two
+limits. On very slow links at least the time of three chunks, up to the third limit."""
 STUCK_CHUNKS = 20
 QUEUE_NEWEST = 0.1
+"""Weight of the newest sample in the moving average of the waiting time."""
 
 
 class StripedStreams:
+    """Several bulk streams used as one."""
+
     def __init__(self, stubs: Sequence[SyncerStub], name: str, session: str, sent: Meter, received: Meter) -> None:
         self.sent, self.received = sent, received
         self._streams = [ClientStream(stub, pb.BulkHello(name=name, session=session), self) for stub in stubs]
         self._replies: dict[Key, asyncio.Future[pb.UploadReply]] = {}
         self._asking: set[Key] = set()
-        """Contributions for which the question of what is missing is open."""
+        """Contributions whose missing chunks were asked for, until the reply."""
         self._closed = False
         self.queue_s = 0.0
-        """How long a run waited for its turn, lately."""
+        """Moving average of how long a run waits for its turn."""
 
     # ------------------------------------------------------------ sending
 
     async def upload(self, header: pb.Upload, data: memoryview, resume: bool) -> pb.UploadReply:
-        """Send a contribution and wait for the reply; with `resume`, only what is missing of one sent before."""
+        """Send a contribution and wait for the reply. `resume` sends only the chunks the peer did not get before."""
         with self.sent.busy():
             runs: list[Run] = [(0, count_chunks(len(data)))]
             if resume:
@@ -53,7 +56,7 @@ class StripedStreams:
                 waiting = deque(self._cut(runs))
                 streams = self._least_busy(len(waiting))
                 sending = [stream.send_runs(header, data, waiting, answer) for stream in streams]
-                await (sending[0] if len(sending) == 1 else _all_done(sending))  # small ones are not worth a task
+                await (sending[0] if len(sending) == 1 else _all_done(sending))  # a small contribution needs no extra task
                 return await answer
             finally:
                 self._expect_no_more(header, answer)
@@ -85,7 +88,7 @@ class StripedStreams:
     # ------------------------------------------------------------ receiving
 
     async def fetch(self, download: Download) -> None:
-        """Get what is missing of a version."""
+        """Fetch the missing chunks of a version."""
         with self.received.busy():
             if download.assembly is None:
                 await (await self._least_busy(1)[0].ask(download, (0, MOST_CHUNKS)))
@@ -95,11 +98,11 @@ class StripedStreams:
     # ------------------------------------------------------------ several streams
 
     def _least_busy(self, count: int) -> list[ClientStream]:
-        """The first ones first among equals: small transfers need no more than one connection."""
+        """The streams with the shortest queues. Ties go to the first stream, so small transfers open only one connection."""
         return sorted(self._streams, key=lambda stream: (stream.broken, stream.queued_bytes // CHUNK_BYTES))[:count]
 
     def _cut(self, runs: list[Run]) -> list[Run]:
-        """Small enough that every stream gets some."""
+        """Cut runs small enough that every stream gets some."""
         total = sum(count for _, count in runs)
         return in_runs(runs, max(1, min(MOST_CHUNKS, total // (2 * len(self._streams)))))
 
@@ -113,7 +116,7 @@ class StripedStreams:
         with self.sent.busy():
             await self._streams[0].send_state(header, data)
 
-    # ------------------------------------------------------------ what the streams say
+    # ------------------------------------------------------------ callbacks of the streams
 
     def is_closed(self) -> bool:
         return self._closed
@@ -124,13 +127,13 @@ class StripedStreams:
     def replied(self, reply: pb.UploadReply) -> None:
         key = (reply.fragment, reply.round)
         if reply.missing and key not in self._asking:
-            return  # the answer to a question that was given up
+            return  # the reply to a request that was given up
         waiting = self._replies.get(key)
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
 
     def lost(self, key: Key, error: WireError) -> None:
-        """A stream broke that carried some of this contribution. Part of it may have arrived."""
+        """Fail a contribution when a stream that carried part of it broke. Part of it may have arrived."""
         waiting = self._replies.get(key)
         if waiting is not None and not waiting.done():
             waiting.set_exception(error)
@@ -160,7 +163,7 @@ async def _all_done(transfers: list[Coroutine[Any, Any, None]]) -> None:
 
 
 def _longest_s(bytes_per_s: float) -> float:
-    """How long nothing may move on one stream that usually moves this many bytes per second."""
+    """How long a stream with this rate may stand still."""
     if not bytes_per_s:
         return STUCK_S[1]
     chunk_s = CHUNK_BYTES / bytes_per_s
