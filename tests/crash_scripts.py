@@ -376,7 +376,7 @@ def die_repairing(stage: Stage, seed: int) -> None:
                 expected = content(fragment, 2 if fragment == 1 else 3, numels[fragment])
                 assert torch.equal(state.values, expected.values), f"fragment {fragment}, opening {opening}"
                 assert torch.equal(state.momentum, expected.momentum), f"fragment {fragment}, opening {opening}"
-            assert standing.step == 3 and (not opening or not store.said), f"{standing}, {store.said}"
+            assert standing.step == 3 and (not opening or not store.problems), f"{standing}, {store.problems}"
         assert not killed_only or before <= _checksums(folder / "run"), "a file is gone"
 
     call, died = 0, True

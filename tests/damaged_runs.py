@@ -131,8 +131,8 @@ def states_of(folder: Path) -> tuple[list[float], list[int], list[str]]:
     try:
         states, progress, _ = store.load()
         assert all(len(set(state.values.tolist())) == 1 for state in states)
-        assert all("\n" not in line and line.isprintable() for line in store.said), store.said
-        return [float(state.values[0]) for state in states], [found.version for found in progress], store.said
+        assert all("\n" not in line and line.isprintable() for line in store.problems), store.problems
+        return [float(state.values[0]) for state in states], [found.version for found in progress], store.problems
     finally:
         store.close()
 

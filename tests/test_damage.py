@@ -235,16 +235,16 @@ def check_one(folder: Path, name: str, whole: list[Tensor], tokens: int, what: s
         if hit:
             assert progress[fragment].version == VERSION_STRIDE == progress[fragment].floor, what
             assert float((state.values - expected).abs().max()) < 0.1, f"{what}: not the version before"
-            assert any(name in line for line in store.said), f"{what}: {store.said}"
-    assert standing.tokens == tokens, f"{what}: {standing.tokens} of {tokens} tokens, {store.said}"
-    assert all("\n" not in line for line in store.said), what
+            assert any(name in line for line in store.problems), f"{what}: {store.problems}"
+    assert standing.tokens == tokens, f"{what}: {standing.tokens} of {tokens} tokens, {store.problems}"
+    assert all("\n" not in line for line in store.problems), what
     store.close()
     assert not missing_files(others, folder), f"{what}: gone: {missing_files(others, folder)}"
     store = RunStore(folder)
     merge_once(store)
     store.close()
     again = RunStore(folder)
-    assert again.said == [], f"{what}: {again.said}"
+    assert again.problems == [], f"{what}: {again.problems}"
     after = [state.values for state in again.load()[0]]
     assert all(torch.equal(b, a.values + 1.0) for a, b in zip(states, after, strict=True)), what
     again.close()
@@ -288,7 +288,7 @@ def test_a_fragment_whose_newest_version_is_damaged_goes_on_from_the_one_before(
     newest = versions(folder)
     path = hit_newest(folder, 1)
     store = RunStore(folder)
-    assert [line for line in store.said if str(path) in line], store.said
+    assert [line for line in store.problems if str(path) in line], store.problems
     store.close()
     syncer = start_syncer(folder)
     island = Island(syncer.address, "b")  # of another name: nobody who held the version comes back
@@ -471,5 +471,5 @@ def test_a_full_disk_is_not_taken_for_damage(templates: dict[str, Template], tmp
     monkeypatch.undo()
     assert sorted(path for path in folder.rglob("*") if not path.name.endswith("-shm")) == before
     store = RunStore(folder)
-    assert store.said == [] and store.load()[2] != Standing()
+    assert store.problems == [] and store.load()[2] != Standing()
     store.close()

@@ -125,7 +125,7 @@ def test_the_newest_state_wins_wherever_it_lies_and_a_good_copy_comes_last(folde
     for path in [*(folder / "good").iterdir(), *folder.glob("**/0001-0*.safetensors")]:
         spoil(path, "in half")
     before = written_over(folder)
-    with pytest.raises(StoreError, match="0001-04000000.* no older state of fragment 1 is whole"):
+    with pytest.raises(StoreError, match="0001-04000000.* no older state of fragment 1 is intact"):
         RunStore(folder)
     assert written_over(folder) == before, "without anything to go on from nothing is changed"
 
@@ -144,7 +144,7 @@ def test_the_newest_version_is_taken_from_another_whole_copy_of_it(folder: Path,
     file_of(folder, 0).unlink()
     values, found, said = states_of(folder)
     assert values == NEWEST_OF_ALL and found == [NEWEST] * 3, "the same version under its own number"
-    assert len(said) == 2 and all("written again from" in line and "nothing is lost" in line for line in said)
+    assert len(said) == 2 and all("rewrote it from" in line and "nothing is lost" in line for line in said)
     assert damaged in contents(folder / "aside").values()
     assert states_of(folder) == (NEWEST_OF_ALL, [NEWEST] * 3, [])
 
@@ -172,7 +172,7 @@ def test_a_damaged_version_gets_into_no_snapshot(folder: Path) -> None:
     store.close()
     store = RunStore(folder)
     assert list(store.fallbacks) == [1]
-    with pytest.raises(StoreError, match=r"fragments \[1\] are damaged and not recovered yet"):
+    with pytest.raises(StoreError, match=r"fragments \[1\] are damaged and not yet recovered"):
         take_snapshot(store, 2)
     store.load()
     assert check(take_snapshot(store, 3))["number"] == 3
@@ -205,7 +205,7 @@ def test_a_snapshot_whose_manifest_is_damaged_is_passed_over_and_its_files_still
             {"emptied": b"", "a list": b"[1]", "not text": b"\xff\xfe", "lacks facts": b'{"manifest": {}}'}[how]
         )
     said: list[str] = []
-    with pytest.raises(StoreError, match="has no whole snapshot"):
+    with pytest.raises(StoreError, match="has no intact snapshot"):
         newest_complete(folder, said.append)
     assert len(said) == 1 and "\n" not in said[0]
     for version in (NEWEST, NEWEST - 1):
@@ -233,7 +233,7 @@ def test_the_identity_is_found_elsewhere(folder: Path, how: str, source: str) ->
     assert contents(folder) == before, "whoever only looks repairs nothing"
     values, _, said = states_of(folder)
     assert values == NEWEST_OF_ALL and (folder / "run.json").read_bytes() == whole
-    assert said[0] == f"run.json was missing or damaged and is written again from {source}; nothing is lost"
+    assert said[0] == f"run.json was missing or damaged; rewrote it from {source}; nothing is lost"
     assert how == "deleted" or before["run.json"] in contents(folder / "aside").values()
 
 
@@ -256,8 +256,8 @@ def test_damage_to_the_fixed_tensors_reaches_no_snapshot_and_damage_to_the_spare
     store.close()
     rot(folder / "fixed.safetensors")
     store = RunStore(folder)
-    assert store.said == [
-        "fixed.safetensors was missing or damaged and is written again from snapshots/000001/fixed.safetensors; nothing is lost"
+    assert store.problems == [
+        "fixed.safetensors was missing or damaged; rewrote it from snapshots/000001/fixed.safetensors; nothing is lost"
     ]
     assert store.fixed_bytes() == whole
     rot(spare)
@@ -267,7 +267,7 @@ def test_damage_to_the_fixed_tensors_reaches_no_snapshot_and_damage_to_the_spare
     shutil.rmtree(folder / "snapshots" / "000002")
     rot(folder / "fixed.safetensors")
     store = RunStore(folder)
-    assert store.fixed_bytes() == whole and f"written again from snapshots/{spare.name}" in store.said[0]
+    assert store.fixed_bytes() == whole and f"rewrote it from snapshots/{spare.name}" in store.problems[0]
     store.close()
 
 
@@ -296,7 +296,7 @@ def test_a_row_without_its_seal_is_not_believed(folder: Path, table: str) -> Non
     change(folder, lies[table])
     values, found, said = states_of(folder)
     assert values == NEWEST_OF_ALL and min(found) == VERSION_STRIDE
-    assert said[0].startswith(f"tape.sqlite is damaged: a row of table {table} is damaged; the tape goes on from")
+    assert said[0].startswith(f"tape.sqlite is damaged: a row of table {table} is damaged; rebuilt from")
     assert read_standing(folder).tokens == 77
 
 
@@ -411,7 +411,7 @@ def test_the_tape_of_another_run_is_not_believed(folder: Path, foreign: bytes) -
     (folder / "tape.sqlite").write_bytes(foreign)
     values, found, said = states_of(folder)
     assert values == NEWEST_OF_ALL and found == [VERSION_STRIDE] * 3
-    assert said[0].startswith("tape.sqlite belongs to another run; the tape goes on from that of snapshot 000001")
+    assert said[0].startswith("tape.sqlite belongs to another run; rebuilt from the tape of snapshot 000001")
     assert read_standing(folder).tokens == 77, "by standing.json"
     assert max(entry["version"] for entry in tape(folder, "merged")) == CUT, "no row of the other run"
     assert [path.read_bytes() for path in folder.glob("aside/*/tape.sqlite")] == [foreign]
@@ -428,7 +428,7 @@ def test_the_tape_of_another_run_does_not_make_a_folder_without_run_file_that_ru
     (folder / "tape.sqlite").write_bytes(foreign)
     shutil.rmtree(folder / "snapshots")
     before = written_over(folder)
-    with pytest.raises(StoreError, match=r"there is no run\.json"):
+    with pytest.raises(StoreError, match=r"run\.json is missing"):
         RunStore(folder)
     assert written_over(folder) == before
 
@@ -441,7 +441,7 @@ def test_an_older_copy_of_the_tape_is_found_out(made: dict[str, Path], folder: P
             (folder / name).unlink()
     values, found, said = states_of(folder)
     assert values == NEWEST_OF_ALL and found == [VERSION_STRIDE] * 3
-    lost = "has lost its last 6 entries or more" if spares != "neither" else "is older than the files it names"
+    lost = "has lost at least its last 6 entries" if spares != "neither" else "is older than the files it names"
     assert said[0].startswith(f"tape.sqlite {lost}"), said
 
 
@@ -506,7 +506,7 @@ def test_a_fragment_goes_on_from_the_file_that_is_there_without_a_copy(folder: P
     assert sorted(path.name for path in (folder / "fragments").glob("0001-*")) == [file_of(folder, 1, NEWEST - 1).name]
     for number in range(1, 4):
         store = RunStore(folder)
-        assert not store.said and store.load()[1][1].version == VERSION_STRIDE + number - 1
+        assert not store.problems and store.load()[1][1].version == VERSION_STRIDE + number - 1
         merge(store, 1, VERSION_STRIDE + number)
         store.close()
     assert [path.name for path in sorted((folder / "fragments").glob("0001-*"))] == [

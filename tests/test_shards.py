@@ -292,7 +292,7 @@ def test_a_second_process_of_the_same_number_takes_its_place(folder: Path, start
     island = Trains(syncer.address)
     poll(lambda: min(versions(folder)) > 1, "all fragments to be merged")
     start_shard(syncer, 0)
-    with pytest.raises(RunFailed, match="another process has taken the place of shard 0"):
+    with pytest.raises(RunFailed, match="another process has replaced shard 0"):
         first.wait()
     before = versions(folder)
     poll(lambda: all(now > then + 1 for now, then in zip(versions(folder), before, strict=True)), "merging to go on")

@@ -101,12 +101,12 @@ def a_share_is_left_out(patch: pytest.MonkeyPatch) -> None:
 
 def a_lease_is_told_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
     async def at_once(server: SyncerServer) -> None:
-        told, server._leases, server._telling_leases = server._leases, [], False
+        told, server._leases, server._sending_leases = server._leases, [], False
         for lease in told:
             found = pb.Lease(pool=lease.pool, start=lease.start, count=lease.count, position=lease.position)
             server._roster.send(lease.learner, pb.ToLearner(lease=found))
 
-    patch.setattr(SyncerServer, "_tell_leases", at_once)
+    patch.setattr(SyncerServer, "_send_leases", at_once)
 
 
 def a_lease_is_given_twice(patch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def lost_answers_are_not_asked_for_again(patch: pytest.MonkeyPatch) -> None:
 
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     announced_before_it_is_stored: "was announced",
-    written_without_being_synced: "has not ended|lost|has changed|the tape counts on it|on the tape after",
+    written_without_being_synced: "has not ended|lost|has changed|the tape refers to it|on the tape after",
     a_counter_is_not_reset: "twice",
     contributions_count_again: "twice",
     a_wrong_weight: "a wrong weight",

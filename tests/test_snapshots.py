@@ -107,11 +107,11 @@ def test_the_newest_are_kept_and_a_damaged_one_is_passed_over(running, tmp_path:
     victim.unlink()  # it has another name in the run folder, which must stay as it is
     victim.write_bytes(data)
     assert newest_complete(syncer.folder, said.append).name == "000003"
-    assert said == [f"passed over: {victim} is damaged: its content does not match the manifest"]
+    assert said == [f"skipped: {victim} is damaged: the content does not match the manifest"]
     with pytest.raises(StoreError, match="is damaged"):
         restore(folder / "000004", tmp_path / "elsewhere")
     (folder / "000003" / "manifest.json").unlink()
-    with pytest.raises(StoreError, match="has no whole snapshot"):
+    with pytest.raises(StoreError, match="has no intact snapshot"):
         newest_complete(syncer.folder, said.append)
 
 
@@ -135,7 +135,7 @@ def test_one_that_cannot_be_written_leaves_nothing_behind(running, monkeypatch) 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(snapshots, "_finish", full)
-    with pytest.raises(WireError, match="a snapshot cannot be kept in .*No space left on device"):
+    with pytest.raises(WireError, match="cannot write a snapshot to .*No space left on device"):
         take_snapshot(syncer.address, None)
     left = [path.name for path in (syncer.folder / "snapshots").iterdir()]
     assert [name for name in left if not name.startswith("fixed-")] == [], "but for the spare that all snapshots share"

@@ -263,7 +263,7 @@ def test_leftovers_of_a_crash_are_moved_aside_and_the_newest_committed_version_i
         "0002-00000000.safetensors",
     ]
     [moved] = (folder / "aside" / "0001-leftovers").iterdir()
-    assert torch.equal(load_file(moved)["values"], left.values) and not store.said
+    assert torch.equal(load_file(moved)["values"], left.values) and not store.problems
     commit(store, 2)  # the number is free again
     store.close()
     assert versions(folder) == [2, 0, 0]

@@ -696,9 +696,9 @@ def test_one_lane_serves_many_transfers_and_survives_refusals(run_folder: Path, 
 @pytest.mark.parametrize(
     "first, reason",
     [
-        ([pb.BulkToSyncer(fetch=pb.Fetch())], "must say who speaks"),
+        ([pb.BulkToSyncer(fetch=pb.Fetch())], "must be a hello"),
         ([pb.BulkToSyncer(hello=pb.BulkHello(name="raw"))] * 2, "a second hello"),
-        ([], "must say who speaks"),
+        ([], "must be a hello"),
     ],
     ids=["no hello", "two", "silence"],
 )

@@ -151,7 +151,7 @@ class ShardLife:
             await follow
         except SkerryError as error:
             world.note(f"{self.name} gave up: {error}")
-            if "has taken the place" not in str(error):
+            if "has replaced shard" not in str(error):
                 world.errors.append(f"{self.name} gave up: {error}")
             if self.alive:
                 world.kill_shard(self.number, 0.5)

@@ -1,1 +1,1 @@
-"""The CPU service that holds the global model and merges: I/O around skerry.core."""
+"""The CPU service that holds the global model and merges contributions: the I/O around skerry.core."""

@@ -1,5 +1,5 @@
-"""The state machine with its clock and its tape. Everything in the syncer process that decides, or writes a decision down,
-goes through here, on the event loop."""
+"""The state machine with its clock and its tape. All decisions and records of the syncer process go through here, on the event
+loop."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Decisions:
         self.core, self.clock, self.tape = core, clock, tape
         self._log = log
         self.perform: Callable[[list[m.Action]], None] = lambda actions: None
-        """Does what was decided. Set once by whoever can."""
+        """Carries out the core's actions. Set once, by the server."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """A bug in Skerry: the process must not go on as if nothing had happened."""
+        """Set to an exception on a bug in Skerry; the process must then stop."""
 
     def dispatch(self, event: m.Event) -> m.Verdict | None:
-        with self._no_half_change():
+        with self._failing_on_error():
             outcome = self.core.handle(event, self.clock.now())
             self.perform(outcome.actions)
         return outcome.verdict
 
     def join(self, event: m.Hello, connect: Callable[[], None]) -> m.Verdict:
-        """Let a learner in. Messages to the session whose place it takes are sent before `connect`, the rest after it."""
-        with self._no_half_change():
+        """Handle a hello. Messages to the session that it replaces are sent before `connect` is called, the others after."""
+        with self._failing_on_error():
             outcome = self.core.handle(event, self.clock.now())
             assert outcome.verdict is not None
             actions = outcome.actions
@@ -44,8 +44,8 @@ class Decisions:
         return outcome.verdict
 
     @contextlib.contextmanager
-    def _no_half_change(self) -> Iterator[None]:
-        """A caller may not notice an exception, but a state half changed must not go on."""
+    def _failing_on_error(self) -> Iterator[None]:
+        """Stop the process on an exception, even if the caller swallows it: the core's state may be half changed."""
         try:
             yield
         except Exception as error:
@@ -53,7 +53,7 @@ class Decisions:
             raise
 
     def record(self, record: TapeRecord) -> None:
-        """Write it on the tape, with the next commit or flush."""
+        """Write a record to the tape with the next commit or flush, and to the metrics."""
         self.tape.record(record)
         self._log.event(record)
 
@@ -61,5 +61,6 @@ class Decisions:
         self.core.bytes_moved(learner, self.clock.now())
 
     def defect(self, error: BaseException) -> None:
+        """Report a bug in Skerry, which stops the process."""
         if not self.failed.done():
             self.failed.set_exception(error)

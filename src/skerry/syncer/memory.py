@@ -1,24 +1,25 @@
-"""How the syncer's process gets its memory."""
+"""Tunes the memory allocator of the syncer process."""
 
 from __future__ import annotations
 
 import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-"""As glibc's malloc.h names them."""
+"""Parameters of glibc's mallopt (M_TRIM_THRESHOLD and so on)."""
 _LARGEST = ((1 << 31) - 1, 32 << 20)
-"""What is still not mapped; older versions allow no more than the second."""
+"""Allocations up to this size use the heap instead of mmap. Older glibc versions reject the first value."""
 
 
 def keep_freed_memory() -> None:
-    """What gRPC receives comes and goes all the time, a megabyte at a time (vectors have memory of their own: core/vectors.py).
-    By default each is mapped from the kernel and given back, and to have its pages zeroed costs more than what is done with
-    them; so what is freed stays, in one heap for all threads: the process does not get smaller again. To be called before
-    there are threads. Does nothing where the C library is not glibc."""
+    """Keep freed memory in one heap for all threads, so the process never shrinks. Call before starting threads. Does nothing
+    without glibc.
+
+    gRPC allocates and frees megabyte buffers all the time. By default malloc maps and unmaps each one, and zeroing their pages
+    costs more than processing the data."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    # Once a threshold is set malloc does not adapt them by itself any more: so both, or none.
+    # Setting one threshold stops malloc from adapting the other, so set both or none.
     if mallopt(_ARENA_MAX, 1) and any(mallopt(_MMAP_THRESHOLD, value) for value in _LARGEST):
         mallopt(_TRIM_THRESHOLD, _LARGEST[0])

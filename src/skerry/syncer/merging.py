@@ -1,4 +1,4 @@
-"""Makes versions: a plane computes them and writes their files, then they are committed and published. The core says when."""
+"""Makes versions. A plane computes a version and writes its file; then the version is committed, and the plane publishes it."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from skerry.tensors.fragments import Layout
 from skerry.tensors.merge import FragmentState, merge
 
 MERGERS = 4
-"""Merges computed and written at a time: writing waits for the disk more than it computes."""
+"""Threads that compute and write merges. They mostly wait for the disk."""
 
 T = TypeVar("T")
 
 
 class Plane(Protocol):
-    """Where the data of fragments is: in this process, or in shards."""
+    """Where the tensors of fragments live: in this process, or in shards."""
 
     async def make(self, order: m.Merge) -> Written:
-        """Compute the version and write its file, which does not count yet. Raises SkerryError; it may be retried."""
+        """Compute a version and write its file, without committing it. May be retried. Raises SkerryError."""
         ...
 
     async def publish(self, written: Written) -> None:
-        """The version made last counts now: from here on it is what learners get."""
+        """Serve the version made last, which is now committed."""
         ...
 
     async def put_back(self, written: Written, state: FragmentState) -> None:
-        """This version counts now, made elsewhere. What was gathered for the fragment is no longer wanted."""
+        """Serve a committed version that was made elsewhere, and drop the contributions gathered for the fragment."""
         ...
 
 
 class LocalPlane:
-    """Fragments whose data is in this process."""
+    """Fragments whose tensors are in this process."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LocalPlane:
         self._served.serve_whole(fragment, version, state)
 
     def withdraw(self, fragment: int) -> None:
-        """It is no longer served here."""
+        """Stop serving a fragment."""
         self._states.pop(fragment, None)
         self._made.pop(fragment, None)
         self._served.withdraw(fragment)
@@ -77,19 +77,19 @@ class LocalPlane:
         return written
 
     def _compute(self, order: m.Merge, gathered: list[Gathered]) -> tuple[FragmentState, Published, Written]:
-        """A fragment has one merge at a time, so its state stands still meanwhile."""
+        """Runs in a thread. A fragment has one merge at a time, so its state does not change meanwhile."""
         before = self._states[order.fragment]
         after = merge(
             self._layout,
             self._layout.fragments[order.fragment],
             before,
-            [one.delta for one in gathered],
+            [contribution.delta for contribution in gathered],
             [share.weight for share in order.shares],
             radial=self._radial,
             lr=order.outer_lr,
             momentum=order.outer_momentum,
             presence=order.presence,
-            norms=[one.norms for one in gathered],
+            norms=[contribution.norms for contribution in gathered],
             fresh=order.fresh,
         )
         state, published = self._served.encode(order.fragment, order.version, before, after)
@@ -110,7 +110,7 @@ class LocalPlane:
 
 
 class Merger:
-    """Carries out the core's orders and reports back as events."""
+    """Carries out the core's orders. Returns the event that reports the outcome."""
 
     def __init__(self, store: RunStore, plane: Plane, tape: Tape) -> None:
         self._store = store
@@ -139,13 +139,13 @@ class Merger:
         return m.GoodCopyKept(step)
 
     async def restore(self, order: m.Restore) -> m.Stored | m.StoreFailed:
-        """A version made of the good copy, stored and announced like any other, with fresh momentum."""
-        blank = m.Merge(order.fragment, order.version, order.round, (), 0.0, 0.0, 0.0)
+        """Make a version from a good copy, with zero momentum."""
+        empty_merge = m.Merge(order.fragment, order.version, order.round, (), 0.0, 0.0, 0.0)
         try:
             values = await in_pool(self._thread, self._good.read, order.good_step, order.fragment)
-            # Whole: a lossy difference would leave learners with some of what went wrong.
+            # Published in full: a lossy difference would leave learners with part of the divergence.
             state = FragmentState.fresh(values)
-            written = await in_pool(self._thread, self._store.write, blank, state)
+            written = await in_pool(self._thread, self._store.write, empty_merge, state)
             await self._tape.commit(written)
         except SkerryError as error:
             return m.StoreFailed(order.fragment, str(error))

@@ -1,4 +1,4 @@
-"""What the syncer writes to `metrics.jsonl`, for people to look at: the run and every learner once a second, merges, events."""
+"""Writes the syncer's `metrics.jsonl`: the run and every learner once a second, merges, and events."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ EVENTS = (
     records.Recovered,
     records.TapeRecovered,
 )
-"""Records that are shown as events."""
+"""Tape records that are also written as events."""
 
 
 @dataclass
 class Vitals:
-    """What a learner last said of itself, for display."""
+    """A learner's last report, for display."""
 
     loss: float | None = None
     sent_bytes: int = 0
@@ -56,16 +56,16 @@ class MetricsLog:
         self._clock = clock
         self._started = clock.now()
         self._counts: dict[str, tuple[float, int]] = {}
-        self._said: dict[str, Vitals] = {}
-        self._last: dict[str, tuple[object, ...]] = {}
-        """What was last written of each learner that was gone by then."""
+        self._vitals: dict[str, Vitals] = {}
+        self._last_gone: dict[str, tuple[object, ...]] = {}
+        """The last line of each learner that has left, to skip repeats."""
 
     def close(self) -> None:
         self._closed = True
         self._writer.close()
 
     def _note(self, kind: str, **fields: object) -> None:
-        if not self._closed:  # what happens while the process ends need not be shown
+        if not self._closed:  # events during shutdown are not written
             self._writer.write(kind, **fields)
 
     def event(self, record: TapeRecord) -> None:
@@ -87,7 +87,7 @@ class MetricsLog:
         )
 
     def summary(self, core: SyncerCore, vitals: Mapping[str, Vitals]) -> None:
-        """The run and every learner, as they are now."""
+        """Write the current state of the run and of every learner."""
         now, participation = self._clock.now(), core.rounds.participation
         live = core.run.in_phase("training", "leaving")
         self._note(
@@ -102,24 +102,24 @@ class MetricsLog:
             expected=core.sync.start_with,
         )
         for name in set(self._counts) - set(core.learners):
-            del self._counts[name], self._said[name]
-            self._last.pop(name, None)
+            del self._counts[name], self._vitals[name]
+            self._last_gone.pop(name, None)
         for learner in core.learners.values():
             counted = sum(fragment.counted_step(learner.name) for fragment in core.fragments) // len(core.fragments)
             if learner.phase == "gone":
-                # Those who came and went are many in a long run.
+                # A long run may have many departed learners. Write each only when it changes.
                 last = (learner.session, learner.tokens, learner.merges, counted)
-                if self._last.get(learner.name) == last:
+                if self._last_gone.get(learner.name) == last:
                     continue
-                self._last[learner.name] = last
+                self._last_gone[learner.name] = last
             else:
-                self._last.pop(learner.name, None)
+                self._last_gone.pop(learner.name, None)
             then, tokens = self._counts.get(learner.name, (self._started, 0))
             rate = max(0, learner.tokens - tokens) / (now - then) if now > then else 0.0
             self._counts[learner.name] = (now, learner.tokens)
             connected = learner.name in vitals
-            said = vitals.get(learner.name) or self._said.get(learner.name) or Vitals()
-            self._said[learner.name] = said
+            report = vitals.get(learner.name) or self._vitals.get(learner.name) or Vitals()
+            self._vitals[learner.name] = report
             self._note(
                 "island",
                 island=learner.name,
@@ -127,17 +127,17 @@ class MetricsLog:
                 step=learner.step,
                 tokens=learner.tokens,
                 tokens_per_s=round(rate, 1),
-                loss=said.loss if connected else None,
+                loss=report.loss if connected else None,
                 weight=round(learner.last_share, 4),
                 merges=learner.merges,
-                sent_bytes=said.sent_bytes if connected else None,
-                received_bytes=said.received_bytes if connected else None,
+                sent_bytes=report.sent_bytes if connected else None,
+                received_bytes=report.received_bytes if connected else None,
                 session=learner.session[:12],
-                steps=said.steps,
+                steps=report.steps,
                 counted=counted,
                 step_time_s=round(learner.step_time.get(), 6),
-                stall_s=round(said.stall_s, 6),
-                stalled_s=round(said.stalled_s, 6),
-                link=said.link if connected else None,
+                stall_s=round(report.stall_s, 6),
+                stalled_s=round(report.stalled_s, 6),
+                link=report.link if connected else None,
             )
-            said.stall_s = 0.0
+            report.stall_s = 0.0

@@ -1,4 +1,4 @@
-"""A syncer from start to end: serve a run folder until the run has ended, or until it is told to stop."""
+"""Runs a syncer until its run has ended, or until it is told to stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skerry.syncer.storage.store import RunStore
 from skerry.wire.channel import TLS
 
 LINGER_S = (0.5, 10.0)
-"""How long an ended run is still served: if everyone has heard of the end, and if somebody may come back."""
+"""How long an ended run is still served: if every learner knows of the end, and if one may still come back."""
 
 
 async def run_syncer(
@@ -26,8 +26,8 @@ async def run_syncer(
     shards: int = 0,
     clock: Clock | None = None,
 ) -> bool:
-    """Serve until the run has ended (True) or `stop` is set (False). With `shards` the data of fragments is in as many other
-    processes, which dial in."""
+    """Serve until the run has ended (returns True) or `stop` is set (returns False). `shards` is the number of shard processes
+    that will connect and hold the fragments; with 0 this process holds them."""
     try:
         syncer = SyncerServer(store, shards=shards, clock=clock)
     except BaseException:
@@ -38,7 +38,7 @@ async def run_syncer(
     except BaseException:
         await syncer.close()
         raise
-    syncer.decisions.dispatch(m.Tick())  # a run restored while it closes may have nobody left to wait for
+    syncer.decisions.dispatch(m.Tick())  # a run resumed while closing may have no learner left to wait for
     pulse = asyncio.create_task(syncer.pulse())
     ended = asyncio.create_task(syncer.ended.wait())
     stopped = asyncio.create_task((stop or asyncio.Event()).wait())
@@ -46,8 +46,8 @@ async def run_syncer(
     try:
         on_listening(port)
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for broken in done & {pulse, syncer.failed}:
-            broken.result()
+        for failed in done & {pulse, syncer.failed}:
+            failed.result()
         if syncer.ended.is_set():
             await asyncio.sleep(LINGER_S[syncer.missed_the_end])
     finally:

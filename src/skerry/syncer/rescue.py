@@ -1,8 +1,7 @@
-"""Fragments whose newest version is damaged on disk: islands that have adopted it are asked for its values.
+"""Recovers fragments whose newest version is damaged on disk, by asking islands that hold it for the values.
 
-They are known by the checksum on the tape, so nobody has to be trusted. Islands that knew the syncer before are waited for as
-long as it takes them to come back; then the fragment goes on from an older state. Until then it has no rounds, and training
-goes on.
+The tape has the checksum of the values, so islands need not be trusted. If no island delivers within `RETURN_S`, the time known
+islands have to reconnect, the fragment falls back to an older state. Meanwhile it has no rounds, and training continues.
 """
 
 from __future__ import annotations
@@ -24,49 +23,50 @@ from skerry.tensors.codecs.codec import byte_tensor
 ANSWER_S = 15.0
 """How long an island may take to send a fragment."""
 RETRY_S = 1.0
+"""Pause between tries."""
 
 
 class Rescue:
     def __init__(self, store: RunStore, decisions: Decisions, relay: StateRelay, serve: Callable[[int], None]) -> None:
-        """`serve` is called with each fragment once its file is whole again."""
+        """`serve` is called with each fragment once it is recovered."""
         self._store, self._decisions, self._relay, self._serve = store, decisions, relay, serve
         self._held: dict[str, tuple[int, ...]] = {}
         self._asked: set[tuple[str, int]] = set()
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
         self._closing = False
         self._deadline = 0.0
         self.over = asyncio.Event()
-        """Every fragment has a whole file, or the syncer stops."""
+        """Set once every fragment is recovered, or the syncer stops."""
         if not store.fallbacks:
             self.over.set()
 
     def joined(self, learner: str, held: tuple[int, ...]) -> None:
-        """A learner connected, with these versions."""
+        """A learner connected that holds these versions."""
         if not self.over.is_set():
             self._held[learner] = held
             self._asked -= {(learner, fragment) for fragment in self._store.fallbacks}
-            self._news.set()
+            self._wake.set()
 
     def close(self) -> None:
         self._closing = True
-        self._news.set()
+        self._wake.set()
         self.over.set()
 
     async def run(self) -> None:
-        """Until every fragment is served again."""
+        """Return once every fragment is recovered."""
         self._deadline = self._decisions.clock.now() + RETURN_S
         while self._store.fallbacks and not self._closing:
-            self._news.clear()
+            self._wake.clear()
             await asyncio.gather(*(self._ask_islands(fragment) for fragment in list(self._store.fallbacks)))
             left = self._deadline - self._decisions.clock.now()
-            if self._store.fallbacks and not self._news.is_set() and left <= 0:
+            if self._store.fallbacks and not self._wake.is_set() and left <= 0:
                 await self._fall_back()
             elif self._store.fallbacks:
-                await _wait(self._news, max(left, 0.0))
+                await _wait(self._wake, max(left, 0.0))
         self.over.set()
 
     async def _ask_islands(self, fragment: int) -> None:
-        """Every island that holds the version, at once: one that never answers must not cost the answer of another."""
+        """Ask every island that holds the version, concurrently, because some may never answer."""
         lost = self._store.fallbacks[fragment]
         if lost.public is None:
             return
@@ -79,15 +79,15 @@ class Rescue:
         while fragment in self._store.fallbacks and not self._closing:
             header, data = await self._relay.ask_held(learner, fragment, version, ANSWER_S)
             if header.reason and (not header.again or self._decisions.clock.now() >= self._deadline):
-                return  # an island that puts it off for ever must not keep the fragment from going on
+                return  # an island that never delivers must not block the fallback
             if not header.reason and fragment in self._store.fallbacks:
                 if checksum(data) != expected:
                     return
                 values = byte_tensor(data).view(torch.float32)
                 try:
-                    await self._decisions.tape.between_commits(self._store.take_bytes, fragment, values, learner)
+                    await self._decisions.tape.between_commits(self._store.take_values, fragment, values, learner)
                 except StoreError:
-                    pass  # a disk that is full now may not be later
+                    pass  # retry: the disk may be full only for now
                 else:
                     self._serve(fragment)
                     return
@@ -98,7 +98,7 @@ class Rescue:
             try:
                 version = await self._decisions.tape.between_commits(self._store.fall_back, fragment)
             except StoreError:
-                await _wait(self._news, RETRY_S)  # the next turn tries again
+                await _wait(self._wake, RETRY_S)  # `run` tries again
                 return
             self._decisions.dispatch(m.FragmentRecovered(fragment, version))
             self._serve(fragment)

@@ -1,7 +1,8 @@
 """The syncer: gRPC in front, the state machine in the middle, merging and storage in threads behind.
 
-Everything that touches the core runs on the event loop. A few threads compute merges and write their files; one commits them
-to the tape, all that are ready in one transaction. This file wires the parts together and carries out what the core decides.
+Everything that touches the core runs on the event loop. A few threads compute merges and write their files. One thread commits
+them to the tape; all merges that are ready share a transaction. This file wires the parts together and carries out the core's
+actions.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ from skerry.wire.service import add_to_server
 
 PULSE_S = 0.25
 PROGRESS_EVERY_S = 1.0
-"""A learner hears how far the run is within twice this; sooner if `silence_s` is short. A message costs it a millisecond."""
+"""Every learner gets the run's progress within twice this, sooner if `silence_s` is short. A message costs it a millisecond."""
 METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
+"""Pause before the tape is flushed again after the disk rejected a write."""
 
 
 class SyncerServer:
@@ -94,14 +96,14 @@ class SyncerServer:
         self._closing = False
         self._end_is_written = self.core.phase in ("closing", "ended")
         self._held: dict[tuple[object, ...], m.Action] | None = None
-        """Actions that wait until it is written that the run closes: the newest of each kind for each learner and fragment."""
+        """Actions held back until the end of the run is durable: the newest per key (see `_tells_the_end`)."""
         self._leases: list[m.Lease] = []
-        """Leases that are not durable yet, and so not told."""
-        self._telling_leases = False
+        """Leases that are not durable yet, and therefore not sent."""
+        self._sending_leases = False
         self._flushing = False
         self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
         self.decisions.record(records.SyncerStarted(self.core.step, self.core.phase))
-        for line in store.said:
+        for line in store.problems:
             self.decisions.record(records.Repaired(line))
         if self._shards is not None or lost:
             self.decisions.dispatch(m.FragmentsAway(tuple(range(count)) if self._shards is not None else lost))
@@ -111,7 +113,7 @@ class SyncerServer:
             self.ended.set()
 
     def _load_progress(self) -> tuple[list[FragmentProgress], Standing]:
-        """Fragments whose newest version is damaged go on from an older one at once if no island can be expected back."""
+        """Load the progress. Damaged fragments fall back at once if no island is expected back that could deliver them."""
         progress, standing = self.store.load_progress()
         expected = standing.phase != "ended" and set(standing.sessions) - set(standing.gone)
         if self.store.fallbacks and not expected:
@@ -129,7 +131,7 @@ class SyncerServer:
     def failed(self) -> asyncio.Future[None]:
         return self.decisions.failed
 
-    # ------------------------------------------------------------ what the core decided
+    # ------------------------------------------------------------ actions
 
     def _perform(self, actions: list[m.Action]) -> None:
         for action in self._may_be_told(actions):
@@ -143,9 +145,9 @@ class SyncerServer:
                 self.decisions.record(action)
             elif isinstance(action, m.Lease):
                 self._leases.append(action)
-                if not self._telling_leases:
-                    self._telling_leases = True
-                    self._begin(self._tell_leases())
+                if not self._sending_leases:
+                    self._sending_leases = True
+                    self._begin(self._send_leases())
             elif isinstance(action, m.Merge):
                 self._begin(self._merge(action))
             elif isinstance(action, m.Restore):
@@ -163,7 +165,7 @@ class SyncerServer:
                 self.ended.set()
 
     def _may_be_told(self, actions: list[m.Action]) -> list[m.Action]:
-        """Actions to perform now. Those that tell learners about the end of the run wait until the end is written."""
+        """Actions to perform now. Those that tell learners about the end of the run are held until the end is durable."""
         if self._end_is_written:
             return actions
         if self._held is None and any(isinstance(action, m.StopTraining) for action in actions):
@@ -171,17 +173,17 @@ class SyncerServer:
             self._begin(self._write_the_end())
         now = []
         for action in actions:
-            told = _tells_the_end(action)
-            if self._held is None or told is None:
+            key = _tells_the_end(action)
+            if self._held is None or key is None:
                 now.append(action)
             else:
-                self._held.pop(told, None)
-                self._held[told] = action
+                self._held.pop(key, None)
+                self._held[key] = action
         return now
 
     async def _write_the_end(self) -> None:
-        """Learners are told that the run closes once that is written: they stop for good, and a restarted syncer must know why.
-        What they would be told meanwhile waits, in order."""
+        """Make the end of the run durable, then release the held actions. Learners that are told to stop do so for good, so a
+        restarted syncer must know of the end."""
         while not await self._tape.flush():
             if self._closing:
                 return
@@ -189,18 +191,18 @@ class SyncerServer:
         held, self._held, self._end_is_written = self._held or {}, None, True
         self._perform([action for action in held.values() if not isinstance(action, m.Ask) or self.core.is_asked(action)])
 
-    async def _tell_leases(self) -> None:
-        """A lease is told once it is written, or a restarted syncer could give the same samples to another learner."""
+    async def _send_leases(self) -> None:
+        """Send leases once they are durable. Otherwise a restarted syncer could give the same samples to another learner."""
         while self._leases:
-            told, self._leases = self._leases, []
+            batch, self._leases = self._leases, []
             while not await self._tape.flush():
                 if self._closing:
                     return
                 await asyncio.sleep(RETRY_FLUSH_S)
-            for lease in told:
+            for lease in batch:
                 if self._roster.is_connected(lease.learner, lease.session):
                     self._roster.send(lease.learner, lease_message(lease))
-        self._telling_leases = False
+        self._sending_leases = False
 
     async def _merge(self, order: m.Merge) -> None:
         started = self.clock.now()
@@ -241,10 +243,10 @@ class SyncerServer:
 
     @property
     def missed_the_end(self) -> bool:
-        """Is there a learner that was given up and has not been told that it need not come back?"""
+        """Whether a learner may still come back because it was not told that the run is over."""
         return any(learner.began and name not in self._dismissed for name, learner in self.core.learners.items())
 
-    # ------------------------------------------------------------ the service
+    # ------------------------------------------------------------ RPC
 
     async def shard(self, messages: AsyncIterator[pb.FromShard | None], context: Any) -> AsyncIterator[pb.ToShard]:
         if self._shards is None:
@@ -254,7 +256,7 @@ class SyncerServer:
             yield message
 
     async def take_snapshot(self) -> dict[str, Any]:
-        """Goes on although the caller may give up waiting. Raises SkerryError."""
+        """Take a snapshot. It continues if the caller is cancelled. Raises SkerryError."""
         done: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._begin(self._take_snapshot(done))
         return await asyncio.shield(done)
@@ -286,7 +288,7 @@ class SyncerServer:
         return server, port
 
     async def pulse(self) -> None:
-        """Tell learners how far the run is, write metrics and flush the tape, until cancelled."""
+        """Until cancelled: send progress to learners, write metrics, flush the tape, and take periodic snapshots."""
         metrics_at = 0.0
         pulses = max(1, int(min(PROGRESS_EVERY_S, self.sync.silence_s / 8) / PULSE_S))
         for pulse in itertools.count():
@@ -296,7 +298,7 @@ class SyncerServer:
                 metrics_at = self.clock.now() + METRICS_EVERY_S
                 self._write_summary()
                 if not self._flushing:
-                    # Not awaited: the tape may be busy for long, and learners must hear from the syncer.
+                    # Not awaited: the tape may be busy for long, and learners must keep hearing from the syncer.
                     self._flushing = True
                     self._begin(self._flush())
             if self.sync.snapshot_every_s and self.core.phase == "running" and self.clock.now() >= self._snapshot_at:
@@ -309,13 +311,13 @@ class SyncerServer:
         self._flushing = False
 
     async def hang_up(self) -> None:
-        """End every control stream and wait until its handler has returned."""
+        """End every stream of a shard or learner, and wait until the control handlers have returned."""
         if self._shards is not None:
             self._shards.dismiss("the run is over", over=self.core.phase == "ended")
         await self._control.hang_up()
 
     async def close(self) -> None:
-        """Let merges in flight finish, write the last of the tape, and let go of the run folder."""
+        """Finish merges in flight, flush the tape and close the run folder."""
         self._closing = True
         self._snapshots.close()
         self._rescue.close()
@@ -338,8 +340,8 @@ class SyncerServer:
 
 
 def _tells_the_end(action: m.Action) -> tuple[object, ...] | None:
-    """For an action that tells a learner of the end of the run: what it tells whom; None for all others. A question does too:
-    asked of a learner that trains on, it would mean something else."""
+    """A key for actions that must follow the durable end of the run, one per learner and subject; None for other actions. Asks
+    are included: to a learner that has not been told to stop, an Ask would mean an ordinary round."""
     if isinstance(action, m.Ask):
         return action.learner, m.Ask, action.fragment
     if isinstance(action, m.StopTraining) or (isinstance(action, m.Goodbye) and action.reason == m.OVER):

@@ -1,16 +1,15 @@
-"""Taking snapshots: a consistent cut of a whole run, while everyone goes on.
+"""Takes snapshots: consistent cuts of a run, without pausing it.
 
-The syncer's part is what the tape says at one moment: every version that counts, outer momentum, leases and records. Files of
-versions do not change once they count, so they are linked, not copied. Then every island is asked for its optimizer state, on
-the stream on which it hears of everything else: that question is the marker of Chandy and Lamport. What was in flight at the
-cut is not kept: contributions that were not merged are no part of it, and the samples in them are leased again.
+The syncer's part is the tape at one moment: committed versions, outer momentum, leases and records. Committed version files are
+immutable, so they are hard-linked. Then every island is asked for its optimizer state, on its control stream: this request is
+the marker of the Chandy-Lamport algorithm. Contributions in flight at the cut are left out; their samples are leased again.
 
     snapshots/NNNNNN/manifest.json   written last; names every file with its size and checksum
-    snapshots/NNNNNN/...             what a run folder holds
+    snapshots/NNNNNN/...             the files of a run folder
     snapshots/NNNNNN/islands/NAME.optimizer/PPPPP.safetensors
-    snapshots/fixed-CHECKSUM.safetensors   tensors nobody trains, shared by all snapshots
+    snapshots/fixed-CHECKSUM.safetensors   tensors that are not trained, shared by all snapshots
 
-storage/restore.py makes a run from one.
+storage/restore.py creates a run from a snapshot.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ STATE_S = 60.0
 """How long an island may take to send one part of its optimizer state."""
 TRIES, RETRY_S = 10, 0.5
 AT_ONCE = 2
-"""Islands asked at a time: others may want a peer's state meanwhile."""
+"""Islands asked at a time. This leaves relay capacity for islands that need a peer's state."""
 MOST_PARTS = 100_000
 
 
 class Snapshots:
-    """Takes them, one at a time, and removes those that are too old."""
+    """Takes snapshots, one at a time, and deletes old ones."""
 
     def __init__(self, store: RunStore, core: SyncerCore, tape: Tape, relay: StateRelay) -> None:
         self._store = store
@@ -59,20 +58,19 @@ class Snapshots:
             shutil.rmtree(path, ignore_errors=True)
 
     async def take(self) -> dict[str, Any]:
-        """Returns the facts that the tape and the manifest have about it. Raises StoreError, and leaves nothing behind, if it
-        cannot be kept."""
+        """Take a snapshot. Returns its number, step, tokens and islands. Raises StoreError, and then leaves nothing behind."""
         async with self._taking:
             number = 1 + max([int(path.name) for path in snapshot_folders(self._store.folder)], default=0)
             partial = self._folder / f".{number:06d}.partial"
             try:
                 return await self._take(number, partial)
             except OSError as error:
-                raise StoreError(f"a snapshot cannot be kept in {self._folder}: {error}") from error
+                raise StoreError(f"cannot write a snapshot to {self._folder}: {error}") from error
             finally:
                 await _in_thread(shutil.rmtree, partial, True)
 
     def close(self) -> None:
-        """Give up the one that is being taken."""
+        """Abandon the snapshot in progress."""
         self._closed = True
 
     async def _take(self, number: int, partial: Path) -> dict[str, Any]:
@@ -80,32 +78,32 @@ class Snapshots:
         names = [learner.name for learner in self._core.run.in_phase("training") if not learner.strikes]
         step, tokens = self._core.step, self._core.tokens
         await self._tape.between_commits(self._store.cut, partial)
-        # The cut is made. From here on islands are asked, in the order in which they hear of everything.
-        found = await asyncio.gather(*[self._island(name, partial / "islands", step) for name in names])
+        # The syncer's part is complete. Requests to islands are ordered with all their other messages.
+        results = await asyncio.gather(*[self._island(name, partial / "islands", step) for name in names])
         if self._closed:
-            raise StoreError("the syncer stops; the snapshot is given up")
-        facts = {"number": number, "step": step, "tokens": tokens, "islands": dict(zip(names, found, strict=True))}
+            raise StoreError("the snapshot was abandoned because the syncer is stopping")
+        facts = {"number": number, "step": step, "tokens": tokens, "islands": dict(zip(names, results, strict=True))}
         await _in_thread(_finish, partial, self._folder / f"{number:06d}", facts, self._store.disk)
         await _in_thread(self._remove_old)
         return facts
 
     async def _island(self, name: str, folder: Path, step: int) -> str:
-        """An island's optimizer state, part by part, so that little of it is in memory. Returns "kept", or why it is not."""
-        place = folder / f"{quote(name, safe='')}.optimizer"
+        """Save an island's optimizer state. Returns "kept", or the reason why it is missing."""
+        target = folder / f"{quote(name, safe='')}.optimizer"
         async with self._asking:
             try:
-                reason = await self._ask(name, place)
+                reason = await self._ask(name, target)
                 if not reason:
-                    # The run's step, not the island's own: its age is counted in those.
-                    await _in_thread(self._store.disk.write_durably, place / "step", str(step).encode())
+                    # The run's step, not the island's own, because the age of the state is measured in run steps.
+                    await _in_thread(self._store.disk.write_durably, target / "step", str(step).encode())
                     return "kept"
             except OSError as error:
                 reason = f"it cannot be written: {error}"
-        await _in_thread(shutil.rmtree, place, True)
+        await _in_thread(shutil.rmtree, target, True)
         return reason
 
-    async def _ask(self, name: str, place: Path) -> str:
-        """Why it could not be had; empty if it could."""
+    async def _ask(self, name: str, target: Path) -> str:
+        """Fetch and write the parts one by one, to bound memory. Returns "" or the reason for the failure."""
         part, parts, tries = 0, 0, 0
         while part < parts or not parts:
             header, data = await self._relay.ask(name, part, STATE_S)
@@ -117,17 +115,17 @@ class Snapshots:
                 continue
             parts = parts or header.parts
             if header.parts != parts or not 0 < parts <= MOST_PARTS:
-                return f"{header.parts} parts, after {parts}"
-            await _in_thread(_write_part, place / f"{part:05d}.safetensors", bytes(data), self._store.disk)
+                return f"the number of parts is {header.parts}, before it was {parts}"
+            await _in_thread(_write_part, target / f"{part:05d}.safetensors", bytes(data), self._store.disk)
             part, tries = part + 1, 0
         return ""
 
     def _remove_old(self) -> None:
-        """All but the newest few, and the newest that has the state of every island."""
-        found = snapshot_folders(self._store.folder)
-        kept = set(found[-self._store.identity.sync.snapshots_kept :])
-        complete = [snapshot for snapshot in found if _is_complete(snapshot)]
-        for old in set(found) - kept - set(complete[-1:]):
+        """Delete all but the newest few, and the newest one with the state of every island."""
+        snapshots = snapshot_folders(self._store.folder)
+        kept = set(snapshots[-self._store.identity.sync.snapshots_kept :])
+        complete = [snapshot for snapshot in snapshots if _is_complete(snapshot)]
+        for old in set(snapshots) - kept - set(complete[-1:]):
             _remove(old)
 
 
@@ -144,14 +142,15 @@ def _write_part(path: Path, data: bytes, disk: Disk) -> None:
 
 
 def _remove(snapshot: Path) -> None:
-    """Renamed first, so that one which is half removed is not taken for a damaged one."""
-    gone = snapshot.with_name(f".{snapshot.name}.partial")
+    """Delete a snapshot. The rename first prevents an interrupted deletion from looking like a damaged snapshot."""
+    renamed = snapshot.with_name(f".{snapshot.name}.partial")
     with contextlib.suppress(OSError):
-        os.replace(snapshot, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        os.replace(snapshot, renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def _finish(partial: Path, final: Path, facts: dict[str, Any], disk: Disk) -> None:
+    """Write the manifest, make everything durable, and move the snapshot to its final name."""
     files = {}
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
         files[path.relative_to(partial).as_posix()] = [path.stat().st_size, file_checksum(path)]

@@ -1,6 +1,6 @@
-"""What a process that receives contributions asks the state machine: may this peer send or fetch, and what becomes of it.
+"""The state machine's verdicts, as seen by a process that receives contributions.
 
-In the syncer's own process the answers come at once (`LocalAdmission`); a shard asks over its stream (sharding/shard.py).
+`LocalAdmission` calls the state machine directly. A shard asks over its stream (`RemoteAdmission` in sharding/shard.py).
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from skerry.wire import skerry_pb2 as pb
 
 
 class NotTaken(WireError):
-    """A contribution is not received, or cannot be used."""
+    """A contribution is unwanted or unusable."""
 
     def __init__(self, reason: str, *, retry: bool = False) -> None:
         super().__init__(reason)
         self.retry = retry
-        """The same bytes may be sent again: they were damaged, or come at a bad moment."""
+        """The same bytes may be sent again: they were damaged in transit, or arrived at a bad moment."""
 
 
 class Admission(Protocol):
     def may_fetch(self, learner: str, session: str) -> bool: ...
 
     def floor(self, fragment: int) -> int:
-        """The version at which it was last put back."""
+        """The version at which the fragment was last rolled back or recovered; 0 if never."""
         ...
 
     async def check(self, learner: str, session: str, header: pb.Upload) -> None:
-        """Before the bytes are received. The journal in the header is written down first. Raises NotTaken."""
+        """Decide from the header whether to receive the bytes. Records the header's journal first. Raises NotTaken."""
         ...
 
     async def judge(self, learner: str, session: str, header: pb.Upload, norm: float, repeated: bool) -> m.Verdict:
-        """The contribution is here, whole. Raises NotTaken if that cannot be decided now."""
+        """Judge a complete contribution. Raises NotTaken if that is not possible now."""
         ...
 
     def bytes_moved(self, learner: str) -> None: ...
 
     def refused(self, learner: str, header: pb.Upload | None, reason: str) -> None:
-        """Write down that something was turned down before the state machine could judge it."""
+        """Record that something was refused before the state machine saw it."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Learners' bulk streams: contributions come in, published versions and optimizer state go out."""
+"""Learners' bulk streams: contributions in, published versions out, and optimizer state both ways."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from skerry.wire.framing import Assembly, Parcel, chunk, count_chunks
 log = logging.getLogger("skerry.syncer")
 
 STREAM_QUEUE = 256
-"""Answers that wait to be sent on one stream. While it is full, nothing more is read from the stream."""
+"""Pending answers per stream. While the queue is full, the stream is not read (back-pressure)."""
 REPLIES = 64
-"""The same for replies to contributions, which go before all others."""
+"""Pending replies to contributions, which are sent before other answers."""
 
 Outgoing = pb.Fetch | tuple[pb.State, memoryview] | Literal["reply"] | None
-"""What is to be sent; `reply` says to look at the replies, None ends the stream."""
+"""A queued answer. "reply" wakes the sender to drain the replies; None ends the stream."""
 
 
 class BulkService:
-    """The bulk streams of one process. `relay` is where optimizer state goes through, if it does here."""
+    """The bulk streams of one process. `relay` is None in shards, which carry no optimizer state."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class BulkService:
     ) -> None:
         self.served, self.contributions, self.admission, self.relay = served, contributions, admission, relay
         self.taking: set[asyncio.Task[None]] = set()
-        """Contributions that are whole and being judged, also if the stream they came on is gone."""
+        """Complete contributions being judged. They outlive the stream that carried them."""
 
     async def serve(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None:
-        """A gRPC call, from its first message to its last."""
+        """Serve one gRPC call."""
 
         try:
             first = await first_message(messages)
             if first is None or first.message.WhichOneof("message") != "hello":
-                raise WireError("the first message of a bulk stream must say who speaks")
+                raise WireError("the first message of a bulk stream must be a hello")
             stream = BulkStream(self, first.message.hello.name, first.message.hello.session)
             loop = asyncio.get_running_loop()
             reader, sender = loop.create_task(stream.read(messages)), loop.create_task(stream.send(context))
@@ -66,7 +66,7 @@ class BulkService:
 
 
 class BulkStream:
-    """One learner's bulk stream, from its first word to its last."""
+    """One learner's bulk stream."""
 
     def __init__(self, service: BulkService, learner: str, session: str) -> None:
         self.learner, self.session = learner, session
@@ -77,8 +77,8 @@ class BulkStream:
         self._ended = False
         self._receiving: Receiving | None = None
         self._state: tuple[pb.State, Assembly] | None = None
-        self._named = False
-        """Chunks belong to something, wanted or not."""
+        self._header_seen = False
+        """A header has arrived, so chunks belong to something, wanted or not."""
         self._next_chunk = 0
         self._taking: set[asyncio.Task[None]] = set()
         self._all_taking = service.taking
@@ -92,16 +92,16 @@ class BulkStream:
                     raise WireError("a damaged message on the bulk stream")
                 if not await self._begins(parcel.message):
                     continue
-                # The next chunk of whatever was named last.
+                # The chunk belongs to the transfer whose header came last.
                 receiving, state = self._receiving, self._state
                 if receiving is not None and receiving.given_up is not None:
-                    self._put_down()
+                    self._detach()
                     if receiving.given_up:
                         await self._refuse(receiving.header, NotTaken(receiving.given_up))
                     continue
                 assembly = receiving.assembly if receiving is not None else state[1] if state is not None else None
                 if assembly is None or assembly.complete or (not parcel.chunk and assembly.size_bytes):
-                    continue  # not wanted, or a header alone
+                    continue  # unwanted, or a header without a chunk
                 number, self._next_chunk = self._next_chunk, self._next_chunk + 1
                 if receiving is None:
                     assert state is not None
@@ -110,26 +110,26 @@ class BulkStream:
                 try:
                     assembly.add(number, parcel.chunk)
                 except WireError as error:
-                    self._put_down()
+                    self._detach()
                     self._contributions.done(self.learner, receiving)
                     await self._refuse(receiving.header, NotTaken(str(error), retry=True))
                     continue
                 self._admission.bytes_moved(self.learner)
                 if receiving.complete:
-                    self._put_down()
+                    self._detach()
                     self._begin_to_take(receiving)
-            if self._taking:  # a verdict may come soon; the contribution is taken with or without a stream
+            if self._taking:  # stay open for the replies
                 await asyncio.wait(self._taking)
             await self._outbox.put(None)
         finally:
-            # What has arrived in part may be finished on another stream. What is being decoded has arrived, and counts.
-            self._put_down()
+            # An unfinished contribution may continue on another stream. A complete one is still judged.
+            self._detach()
             self._ended = True
-            while not self._replies.empty():  # nobody who waits to put something there need wait any more
+            while not self._replies.empty():  # release tasks that wait for room in the queue
                 self._replies.get_nowait()
 
     async def _begins(self, message: pb.BulkToSyncer) -> bool:
-        """Handle the header of whatever begins with this message. True if a chunk of it may follow."""
+        """Handle the header in a message, if any. Returns whether the message may carry a chunk."""
         kind = message.WhichOneof("message")
         if kind == "hello":
             raise WireError("a second hello on one bulk stream")
@@ -138,21 +138,21 @@ class BulkStream:
         elif kind == "fetch_state":
             self._fetch_state(message.fetch_state.part)
         elif kind == "upload":
-            self._put_down()
+            self._detach()
             await self._begin(message.upload)
             return not message.upload.resume
         elif kind == "state":
-            self._put_down()
+            self._detach()
             self._begin_state(message.state)
             return True
-        elif not self._named:
+        elif not self._header_seen:
             await self._refuse(None, NotTaken("an upload must start with its header"))
         else:
             return True
         return False
 
     async def _begin(self, header: pb.Upload) -> None:
-        self._named = True
+        self._header_seen = True
         try:
             receiving = await self._contributions.begin(self.learner, self.session, header)
         except NotTaken as error:
@@ -169,6 +169,7 @@ class BulkStream:
         self._receiving, self._next_chunk = receiving, header.first_chunk
 
     def _begin_to_take(self, receiving: Receiving) -> None:
+        """Judge a complete contribution in a task that outlives the stream."""
         task = asyncio.get_running_loop().create_task(self._take(receiving))
         for holder in (self._taking, self._all_taking):
             holder.add(task)
@@ -184,16 +185,16 @@ class BulkStream:
         except NotTaken as error:
             self._admission.refused(self.learner, header, str(error))
             reply = _reply_to(header, error)
-        except Exception as error:  # no memory, for instance: whoever waits for a reply must get one
-            log.exception("a contribution of %s to fragment %d could not be taken", self.learner, header.fragment)
+        except Exception as error:  # out of memory, for instance: the learner must still get a reply
+            log.exception("failed to process a contribution of %s to fragment %d", self.learner, header.fragment)
             self._admission.refused(self.learner, header, repr(error))
-            reply = _reply_to(header, NotTaken(f"it could not be taken: {error!r}", retry=True))
+            reply = _reply_to(header, NotTaken(f"failed to process the contribution: {error!r}", retry=True))
         finally:
             self._contributions.done(self.learner, receiving)
         await self._reply(reply)
 
-    def _put_down(self) -> None:
-        """Chunks belong to nothing from now on, until something is named."""
+    def _detach(self) -> None:
+        """End the current transfer on this stream. Further chunks are ignored until the next header."""
         if self._state is not None:
             self._relay.failed(self._state[0], "the peer's stream broke")
         self._receiving = self._state = None
@@ -208,14 +209,14 @@ class BulkStream:
 
     def _fetch_state(self, part: int) -> None:
         def deliver(header: pb.State, data: memoryview) -> None:
-            # If the queue is full or nobody reads it any more, the learner asks again or does without.
+            # If the queue is full or the stream has ended, the learner retries or goes without.
             with contextlib.suppress(asyncio.QueueFull):
                 self._outbox.put_nowait((header, data))
 
         self._relay.want(self.learner, self.session, part, deliver)
 
     def _begin_state(self, header: pb.State) -> None:
-        self._named = True
+        self._header_seen = True
         try:
             self._relay.begins(self.learner, self.session, header)
         except WireError as error:
@@ -231,11 +232,11 @@ class BulkStream:
             assembly.add(number, data)
             if not assembly.complete:
                 return
-            whole = assembly.finish()
+            received = assembly.finish()
         except WireError as error:
             self._relay.failed(header, str(error))
         else:
-            self._relay.given(header, whole)
+            self._relay.given(header, received)
         self._state = None
 
     # ------------------------------------------------------------ sending
@@ -248,7 +249,7 @@ class BulkStream:
         if self._ended:
             return
         await self._replies.put(reply)
-        with contextlib.suppress(asyncio.QueueFull):  # then there is enough to wake the sender
+        with contextlib.suppress(asyncio.QueueFull):  # a full queue wakes the sender anyway
             self._outbox.put_nowait("reply")
 
     async def send(self, context: Any) -> None:
@@ -257,10 +258,10 @@ class BulkStream:
                 try:
                     await context.write(parcel)
                 except grpc.aio.InternalError:
-                    raise asyncio.CancelledError from None  # the learner has gone, and reading ends as well
+                    raise asyncio.CancelledError from None  # the learner disconnected; reading ends as well
 
     def _parcels(self, item: Outgoing) -> Iterator[Parcel[pb.BulkToLearner]]:
-        """An answer, chunk by chunk. Replies to contributions that wait go in between."""
+        """An answer, chunk by chunk. Pending replies to contributions go first, and between chunks."""
         yield from self._waiting_replies()
         start = 0
         if isinstance(item, pb.Fetch):

@@ -1,7 +1,4 @@
-"""Learners' control streams, from the hello to the goodbye: who is let in, and what each of them says.
-
-What learners say is checked here and becomes events; what to do about it is for the state machine.
-"""
+"""Learners' control streams. Checks incoming messages and turns them into events for the state machine."""
 
 from __future__ import annotations
 
@@ -23,10 +20,11 @@ from skerry.wire import skerry_pb2 as pb
 from skerry.wire.channel import PROTOCOL
 
 MAX_LEAST = 1 << 20
-"""Samples a learner may hold at the end of an epoch, whatever its share."""
+"""Samples a learner may ask to hold beyond those it has taken, at the end of an epoch."""
 MAX_STEPS_AT_ONCE = 1_000_000
-"""A learner cannot have taken more steps than this between two reports."""
+"""Largest plausible number of steps between two reports."""
 HANG_UP_S = 5.0
+"""How long `hang_up` waits for handlers to return."""
 
 
 class ControlService:
@@ -37,7 +35,7 @@ class ControlService:
         decisions: Decisions,
         on_joined: Callable[[str, tuple[int, ...]], None] = lambda learner, held: None,
     ) -> None:
-        """`on_joined` hears of each learner that was let in, with the versions it holds."""
+        """`on_joined` is called for each admitted learner, with the versions it holds."""
         self._identity, self._roster, self._decisions, self._on_joined = identity, roster, decisions, on_joined
         self._handlers: set[asyncio.Future[None]] = set()
 
@@ -45,7 +43,7 @@ class ControlService:
         first = await first_message(messages)
         if first is None:
             self._decisions.record(records.Refused("a control stream without a hello"))
-            return  # it may try again
+            return  # without a refusal, so that the learner retries
         try:
             hello = self._check_hello(first)
         except JoinRefused as refusal:
@@ -55,12 +53,12 @@ class ControlService:
         stream = LearnerStream(hello.session)
         verdict = self._admit(hello, stream)
         if not verdict.accepted:
-            yield pb.ToLearner(refusal=pb.Refusal(reason=f"{hello.name} cannot come back: {verdict.reason}"))
+            yield pb.ToLearner(refusal=pb.Refusal(reason=f"{hello.name} cannot rejoin: {verdict.reason}"))
             return
         reader = asyncio.get_running_loop().create_task(self._listen(hello.name, stream, messages))
         reader.add_done_callback(lambda _: self._stopped_listening(hello.name, stream))
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._handlers.add(over)
+        returned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._handlers.add(returned)
         try:
             while (message := await stream.outbox.get()) is not None:
                 yield message
@@ -68,9 +66,9 @@ class ControlService:
             reader.cancel()
             if self._roster.remove(hello.name, stream):
                 self._decisions.dispatch(m.StreamEnded(hello.name, hello.session))
-            self._handlers.discard(over)
-            if not over.done():
-                over.set_result(None)
+            self._handlers.discard(returned)
+            if not returned.done():
+                returned.set_result(None)
 
     async def hang_up(self) -> None:
         """End every stream and wait until its handler has returned."""
@@ -118,7 +116,7 @@ class ControlService:
             self._on_joined(event.learner, event.held)
         return verdict
 
-    # ------------------------------------------------------------ what a learner says
+    # ------------------------------------------------------------ messages from a learner
 
     async def _listen(self, learner: str, stream: LearnerStream, messages: AsyncIterator[pb.ToSyncer | None]) -> None:
         dispatch = self._decisions.dispatch
@@ -145,20 +143,20 @@ class ControlService:
             elif kind == "leaving":
                 dispatch(m.LeaveRequested(learner))
             elif kind == "data":
-                self._declared(learner, message.data)
+                self._data_declared(learner, message.data)
             elif kind == "restored":
                 self._decisions.record(records.OptimizerRestored(learner, message.restored.source[:MAX_NAME]))
             else:
                 self._refuse(learner, f"unexpected {kind or 'empty'} message")
 
     def _stopped_listening(self, learner: str, stream: LearnerStream) -> None:
-        """Whatever ended the reading, the stream is of no more use."""
+        """End the stream: it is useless once reading has ended, for whatever reason."""
         if self._roster.get(learner) is stream:
             stream.outbox.end()
 
-    def _declared(self, learner: str, data: pb.Data) -> None:
+    def _data_declared(self, learner: str, data: pb.Data) -> None:
         if not 0 < len(data.pools) <= MOST_POOLS or any(len(p.name) > MAX_NAME or p.size > MAX_COUNT for p in data.pools):
-            reason = f"data sets must be 1 to {MOST_POOLS}, with names of at most {MAX_NAME} characters"
+            reason = f"a learner must declare 1 to {MOST_POOLS} data sets, with names of at most {MAX_NAME} characters"
             self._refuse(learner, reason)
             self._roster.send(learner, pb.ToLearner(no_lease=pb.NoLease(reason=reason)))
             return

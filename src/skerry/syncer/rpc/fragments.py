@@ -1,4 +1,4 @@
-"""The fragments a process serves, as learners fetch them: their newest versions, encoded once however many fetch them."""
+"""The newest versions of the fragments that a process serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ServedFragments:
         self._layout = layout
         self._codecs = [fragment_codec(sync.publish, layout, fragment) for fragment in layout.fragments]
         self._published: dict[int, Published] = {}
-        """By fragment. The fixed part of the model counts as one more."""
+        """By fragment. The fixed tensors are one more, with the index after the last fragment."""
 
     def __contains__(self, fragment: int) -> bool:
         return fragment in self._published
@@ -40,18 +40,18 @@ class ServedFragments:
     def encode(
         self, fragment: int, version: int, before: FragmentState, after: FragmentState
     ) -> tuple[FragmentState, Published]:
-        """The next version as learners will see it. In any thread; a fragment has one merge at a time."""
+        """Encode the next version for learners. Safe in any thread, because a fragment has one merge at a time."""
         codec, published = self._codecs[fragment], self._published[fragment]
         state, data = publish(before, after, codec)
         if codec.exact:
             published = Published(version, FP32.name, raw_bytes(data))
         else:
             published = published.followed_by(version, raw_bytes(state.public), raw_bytes(data), codec.name)
-        published.find(version - 1)  # nearly everyone will ask for this one: computes its checksum off the event loop
+        published.find(version - 1)  # most learners will fetch this one: compute its checksum here, off the event loop
         return state, published
 
     def find(self, wanted: pb.Fetch, floor: Callable[[int], int]) -> tuple[pb.Fetched, memoryview]:
-        """What answers a fetch. Without a version to give, the header has a reason and there are no bytes."""
+        """Answer a fetch. If the version is not served, the header has a reason and there is no data."""
         header = pb.Fetched(fragment=wanted.fragment, version=wanted.version, first_chunk=wanted.first_chunk)
         published = self._published.get(wanted.fragment)
         if published is None:

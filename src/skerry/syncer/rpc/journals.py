@@ -1,4 +1,4 @@
-"""Journals of learners (learner/journal.py), as the syncer takes them: shape and size are checked, the content is not."""
+"""Receives learners' journals (learner/journal.py). Checks their shape and size, but not whether they are true."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from skerry.core.schema import MalformedRecord, read_record
 from skerry.syncer.decisions import Decisions
 
 REMEMBERED = 10_000
+"""Sessions whose position is remembered."""
 MAX_BYTES = 1 << 20
 
 
 class Journals:
-    """Puts the new part of each journal on the tape. Learners repeat entries until they know that they are written."""
+    """Records the new part of each journal on the tape. Learners resend entries until they know that these are durable."""
 
     def __init__(self, decisions: Decisions) -> None:
         self._decisions = decisions
         self._known: dict[str, int] = {}
-        """Session → its steps up to which its journal was recorded."""
+        """Session → the step up to which its journal is recorded."""
 
     def take(self, learner: str, session: str, text: str) -> None:
         found = read_journal(text, learner, session)
         if found is None:
-            self._decisions.record(records.Refused("a journal that cannot be", learner))
+            self._decisions.record(records.Refused("a malformed journal", learner))
             return
         journal, inherited = found
         owners = {owner for owner, _ in journal.origin or ()}
@@ -46,7 +47,7 @@ class Journals:
 
 
 def read_journal(text: str, learner: str, session: str) -> tuple[records.Journaled, records.Journaled | None] | None:
-    """The journal in this text, and the one it inherited from an earlier session; None if it is not a journal."""
+    """Parse a journal, and the one it inherited from an earlier session. Returns None if it is malformed."""
     if len(text) > MAX_BYTES:
         return None
     try:
@@ -69,14 +70,14 @@ def _checked(data: dict[str, Any], learner: str, session: str) -> records.Journa
     numbers += [steps for _, steps in journal.origin or ()]
     names = [pool for pool, _, _ in ranges] + [owner for owner, _ in journal.origin or ()] + [journal.source or ""]
     if not all(isinstance(n, int) and 0 <= n < 1 << 53 for n in numbers) or not all(isinstance(n, str) for n in names):
-        raise ValueError("a journal has counts and names")
+        raise ValueError("a journal's counts must be non-negative integers, and its names strings")
     if not all(taken for _, taken in journal.data):
-        raise ValueError("an entry without samples")
+        raise ValueError("a data entry has no samples")
     return dataclasses.replace(journal, source=journal.source[:20] if journal.source is not None else None)
 
 
 def newer(journal: records.Journaled, known: int) -> records.Journaled:
-    """Without what is known up to this many steps. Adoptions between two steps may come in two parts."""
+    """The part of a journal after step `known`. Adoptions at that step stay, because they may arrive in two parts."""
     return dataclasses.replace(
         journal,
         since=max(journal.since, known),

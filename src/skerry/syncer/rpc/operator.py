@@ -1,4 +1,4 @@
-"""What operators and tools may ask of a running syncer: describe it, close the run, take a snapshot, write a fault down."""
+"""Calls for operators and tools: describe the run, close it, take a snapshot, record a fault."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from skerry.syncer.storage.run_folder import RunIdentity
 from skerry.wire import skerry_pb2 as pb
 from skerry.wire.channel import PROTOCOL
 
-TOLD = (records.FaultInjected, records.FaultHealed, records.PartRestarted)
-"""Records that may be written from outside."""
-MAX_TOLD = 4096
-TOLD_S = 2.0
-"""A caller that waits longer than this for durability would take the record for lost, and tell it again."""
+ACCEPTED = (records.FaultInjected, records.FaultHealed, records.PartRestarted)
+"""Kinds of records that `tell` accepts."""
+MAX_RECORD_BYTES = 4096
+FLUSH_S = 2.0
+"""How long `tell` waits for durability. After a longer wait the caller would send the record again."""
 
 
 class OperatorService:
@@ -54,20 +54,20 @@ class OperatorService:
     async def tell(self, request: pb.TellRequest, context: Any) -> pb.TellReply:
         await self._check_run(request.run_id, context)
         try:
-            record = read_record(request.kind, json.loads(request.data_json[:MAX_TOLD]))
+            record = read_record(request.kind, json.loads(request.data_json[:MAX_RECORD_BYTES]))
         except (ValueError, MalformedRecord) as error:
             record, why = None, f": {error}"
         else:
             why = ""
-        if not isinstance(record, TOLD):
-            kinds = ", ".join(kind.kind for kind in TOLD)
-            reason = f"told must be one of {kinds}, with a JSON object of at most {MAX_TOLD} bytes{why}"
+        if not isinstance(record, ACCEPTED):
+            kinds = ", ".join(kind.kind for kind in ACCEPTED)
+            reason = f"the record must be one of {kinds}, as a JSON object of at most {MAX_RECORD_BYTES} bytes{why}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
             return pb.TellReply()
         self._decisions.record(record)
-        # The caller may be about to kill this process. While the disk takes nothing, the record waits in memory.
+        # The caller may be about to kill this process. If the disk rejects writes, the record stays in memory.
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._decisions.tape.flush(), TOLD_S)
+            await asyncio.wait_for(self._decisions.tape.flush(), FLUSH_S)
         return pb.TellReply()
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotReply:

@@ -1,4 +1,4 @@
-"""Messages that wait to be sent on one stream. Whoever does not take them is cut off rather than held for."""
+"""Bounded queue of messages to one stream. On overflow the stream is ended: a slow peer must not hold up the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Outbox(Generic[Message]):
         return self._queue.qsize() >= self._limit // 2
 
     async def get(self) -> Message | None:
-        """None when the stream is to end."""
+        """The next message, or None when the stream should end."""
         return await self._queue.get()
 
     def send(self, message: Message) -> None:
@@ -28,7 +28,7 @@ class Outbox(Generic[Message]):
             self.end()
 
     def end(self) -> None:
-        """Once what is queued has been sent; at once if the queue is full."""
+        """End the stream after the queued messages are sent, or at once if the queue is full."""
         if self._queue.full():
             while not self._queue.empty():
                 self._queue.get_nowait()

@@ -1,4 +1,4 @@
-"""What the syncer decided, as the messages that learners get."""
+"""Translates the core's actions into messages to learners."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from skerry.wire import skerry_pb2 as pb
 
 
 def messages_of(action: m.Action, run_id: str, core: SyncerCore) -> list[tuple[str, pb.ToLearner]]:
-    """Who is told what at once. Leases are not among it: they must be durable first."""
+    """Learners and the messages they get for this action. Leases are excluded: they must be durable before they are sent."""
     if isinstance(action, m.Announce):
         about = {"fragment": action.fragment, "version": action.version, "round": action.round, "run_tokens": core.tokens}
-        told = zip(action.learners, action.counted, strict=True)
-        return [(learner, pb.ToLearner(announce=pb.Announce(**about, counted=counted))) for learner, counted in told]
+        recipients = zip(action.learners, action.counted, strict=True)
+        return [(learner, pb.ToLearner(announce=pb.Announce(**about, counted=counted))) for learner, counted in recipients]
     if isinstance(action, m.Ask):
         ask = pb.Ask(fragment=action.fragment, round=action.round, min_base=action.min_base, anew=action.anew)
         return [(action.learner, pb.ToLearner(ask=ask))]

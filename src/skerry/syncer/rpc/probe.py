@@ -1,4 +1,4 @@
-"""Bytes both ways that mean nothing, by which `skerry doctor` measures a link. How many there can be is bounded."""
+"""Exchanges random bytes with `skerry doctor`, which measures the link. Their number is bounded."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from skerry.wire import skerry_pb2 as pb
 from skerry.wire.framing import CHUNK_BYTES
 
 MOST_PROBES = 16
-"""At a time."""
+"""Concurrent probes."""
 MAX_PROBE = 4 << 30
-"""Bytes of one call, each way."""
+"""Bytes per call, each way."""
 
 
 class Probes:
     def __init__(self) -> None:
-        self._going_on = 0
+        self._active = 0
 
     async def serve(self, messages: AsyncIterator[pb.ProbeUp | None], context: Any) -> AsyncIterator[pb.ProbeDown]:
-        if self._going_on >= MOST_PROBES:
+        if self._active >= MOST_PROBES:
             return
-        self._going_on += 1
+        self._active += 1
         received = sent = 0
         noise = os.urandom(CHUNK_BYTES)
         try:
@@ -37,4 +37,4 @@ class Probes:
                     return
                 yield pb.ProbeDown(received_bytes=received)
         finally:
-            self._going_on -= 1
+            self._active -= 1

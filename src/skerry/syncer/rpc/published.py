@@ -1,6 +1,6 @@
-"""One fragment's newest version as learners fetch it: whole, or as the differences that lead to it from a version they have.
+"""The newest version of a fragment, encoded for learners: in full, or as differences from an older version.
 
-It is encoded once, however many fetch it.
+Each form is encoded once and shared by all learners that fetch it.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from dataclasses import dataclass, field
 from skerry.checksum import checksum
 
 KEPT_BYTES = 2.25
-"""Differences are kept while they have no more bytes than this for each element, and the newest in any case."""
+"""Size limit for the kept differences of a fragment, in bytes per element. The newest difference is always kept."""
 KEPT_DIFFERENCES = 8
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is sent to a learner."""
+class EncodedVersion:
+    """What a learner receives."""
 
     codec: str
     data: memoryview
     checksum: int
     since: int | None
-    """The version that the data is to be added to."""
+    """The version to which the data is added; None if the data is the full values."""
 
 
 @dataclass(frozen=True)
 class Published:
     version: int
     codec: str
-    """Of the values."""
+    """Codec of the values."""
     values: memoryview
     differences: tuple[memoryview, ...] = ()
-    """Oldest first. The last leads to this version."""
+    """One per version, oldest first. The last one leads to this version."""
     difference_codec: str = ""
-    _found: dict[int | None, Found] = field(default_factory=dict)
+    _encoded: dict[int | None, EncodedVersion] = field(default_factory=dict)
 
     def followed_by(self, version: int, values: memoryview, difference: memoryview, codec: str) -> Published:
-        """The next version, published by a difference."""
+        """The next version, with the difference that leads to it."""
         room = KEPT_BYTES * len(values) / 4
         sizes = itertools.accumulate(len(kept) for kept in reversed((*self.differences, difference)))
         fit = max(1, sum(size <= room for size in sizes))
         kept = (*self.differences, difference)[-min(fit, KEPT_DIFFERENCES) :]
         return Published(version, self.codec, values, kept, codec)
 
-    def find(self, have: int | None) -> Found:
-        """For a learner that has that version, or none."""
+    def find(self, have: int | None) -> EncodedVersion:
+        """The differences since version `have` if they are still kept, else the full values."""
         since = have if have is not None and 0 < self.version - have <= len(self.differences) else None
-        if since not in self._found:
+        if since not in self._encoded:
             if since is None:
                 codec, data = self.codec, self.values
             else:
                 wanted = self.differences[since - self.version :]
                 codec, data = self.difference_codec, wanted[0] if len(wanted) == 1 else memoryview(b"".join(wanted))
-            self._found[since] = Found(codec, data, checksum(data), since)
-        return self._found[since]
+            self._encoded[since] = EncodedVersion(codec, data, checksum(data), since)
+        return self._encoded[since]

@@ -1,6 +1,6 @@
-"""The learners that are connected: one control stream each, and how they are sent messages.
+"""The connected learners and their outgoing control messages.
 
-Messages to a learner wait in a bounded queue. A learner that does not drain it is cut off, not waited for.
+Each learner has a bounded queue. A learner that does not drain it is disconnected.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from skerry.wire import skerry_pb2 as pb
 
 CONTROL_QUEUE = 4096
 MAX_FIGURE = 1 << 53
+"""Larger link figures are dropped."""
 
 
 @dataclass
@@ -25,12 +26,12 @@ class LearnerStream:
     session: str
     outbox: Outbox[pb.ToLearner] = field(default_factory=lambda: Outbox(CONTROL_QUEUE))
     vitals: Vitals = field(default_factory=Vitals)
-    told: bool = False
-    """It has heard lately how far the run is."""
+    progress_sent: bool = False
+    """The run's progress was sent since the last call of `Roster.tell_progress`."""
 
     def send(self, message: pb.ToLearner) -> None:
         if message.WhichOneof("message") in ("announce", "progress"):
-            self.told = True
+            self.progress_sent = True
         self.outbox.send(message)
 
     def reported(self, report: pb.Report) -> None:
@@ -38,15 +39,15 @@ class LearnerStream:
         stall_s = max(self.vitals.stall_s, report.stall_s)
         link = self.vitals.link
         if report.HasField("link"):
-            link = _link_account(report.link)
+            link = _link_figures(report.link)
             if not self.outbox.half_full:
                 self.send(pb.ToLearner(pong=pb.Pong(ping=report.link.ping)))
         moved = (report.sent_bytes, report.received_bytes)
         self.vitals = Vitals(loss, *moved, report.steps, stall_s, report.stalled_s, link)
 
 
-def _link_account(said: pb.LinkAccount) -> dict[str, float]:
-    values = {field.name: value for field, value in said.ListFields() if field.name != "ping"}
+def _link_figures(account: pb.LinkAccount) -> dict[str, float]:
+    values = {field.name: value for field, value in account.ListFields() if field.name != "ping"}
     return {name: round(value, 6) for name, value in values.items() if math.isfinite(value) and 0 <= value <= MAX_FIGURE}
 
 
@@ -74,15 +75,15 @@ class Roster:
             stream.send(message)
 
     def tell_progress(self, core: SyncerCore) -> None:
-        """To those who have not heard it since they were last told."""
+        """Send the run's progress to every learner that did not get it since the last call."""
         progress = progress_of(core)
         for stream in self._streams.values():
-            if not stream.told and not stream.outbox.half_full:
+            if not stream.progress_sent and not stream.outbox.half_full:
                 stream.send(progress)
-            stream.told = False
+            stream.progress_sent = False
 
     def end(self, learner: str) -> None:
-        """End its stream, once what is queued for it has been sent."""
+        """End a learner's stream after its queued messages are sent."""
         stream = self._streams.pop(learner, None)
         if stream is not None:
             stream.outbox.end()
@@ -92,7 +93,7 @@ class Roster:
             stream.outbox.end()
 
     def remove(self, learner: str, stream: LearnerStream) -> bool:
-        """False if another stream has taken its place."""
+        """Remove a stream. Returns False if another one has replaced it."""
         if self._streams.get(learner) is not stream:
             return False
         del self._streams[learner]

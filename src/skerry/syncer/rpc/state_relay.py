@@ -1,6 +1,6 @@
-"""Optimizer state, asked of learners part by part: for a peer that has lost its own, or for a snapshot. Nothing is kept here.
+"""Fetches optimizer state from learners, part by part: for a peer that lost its own, or for a snapshot.
 
-The same way brings back the values of a version that is damaged on disk (syncer/rescue.py).
+Also fetches the values of a version that is damaged on disk (syncer/rescue.py). Stores nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skerry.wire.framing import state_limit_bytes
 WAIT_S = 20.0
 """How long a peer may take to send one part."""
 AT_ONCE = 4
-"""Parts in flight at a time. This bounds the memory they take."""
+"""Parts in flight at a time, to bound memory."""
 
 Deliver = Callable[[pb.State, memoryview], None]
 NOTHING = memoryview(b"")
@@ -46,23 +46,23 @@ class StateRelay:
         self._closed = False
 
     def want(self, learner: str, session: str, part: int, deliver: Deliver) -> None:
-        """For a learner that lost its own."""
+        """Fetch a part for a learner that lost its state. `deliver` gets the part, or a header with a reason and no data."""
         if not self._roster.is_connected(learner, session):
             deliver(pb.State(part=part, reason="not connected with this session"), NOTHING)
             return
         donor = self._decisions.core.donor_for(learner)
         if donor is None:
-            deliver(pb.State(part=part, reason="there is no healthy peer"), NOTHING)
+            deliver(pb.State(part=part, reason="no healthy peer is connected"), NOTHING)
             return
         if self._ask(donor, pb.GiveState(part=part), deliver, WAIT_S) and part == 0:
             self._decisions.record(records.StateRelayed(learner, donor))
 
     async def ask(self, donor: str, part: int, wait_s: float) -> tuple[pb.State, memoryview]:
-        """A part of its optimizer state, for the syncer itself. A header with a reason comes with no data."""
+        """Fetch a part of a learner's optimizer state for the syncer. A header with a reason means failure, without data."""
         return await self._ask_for_syncer(donor, pb.GiveState(part=part), wait_s)
 
     async def ask_held(self, donor: str, fragment: int, version: int, wait_s: float) -> tuple[pb.State, memoryview]:
-        """The values of a version that it holds."""
+        """Fetch the values of a version that a learner holds."""
         held = pb.HeldVersion(fragment=fragment, version=version)
         return await self._ask_for_syncer(donor, pb.GiveState(held=held), wait_s)
 
@@ -84,26 +84,26 @@ class StateRelay:
         if question.HasField("held"):
             limit_bytes = 4 * self._layout.fragments[question.held.fragment].numel
         if self._closed:
-            deliver(pb.State(part=part, reason="the syncer stops"), NOTHING)
+            deliver(pb.State(part=part, reason="the syncer is stopping"), NOTHING)
             return False
         if len(self._wanted) >= AT_ONCE:
-            deliver(pb.State(part=part, reason="others are being served", again=True), NOTHING)
+            deliver(pb.State(part=part, reason="too many state transfers in flight", again=True), NOTHING)
             return False
         ticket = next(self._tickets)
-        timer = asyncio.get_running_loop().call_later(wait_s, self._too_late, ticket, wait_s, again)
+        timer = asyncio.get_running_loop().call_later(wait_s, self._timed_out, ticket, wait_s, again)
         self._wanted[ticket] = _Wanted(part, donor, deliver, timer, limit_bytes)
         question.ticket = ticket
         self._roster.send(donor, pb.ToLearner(give_state=question))
         return True
 
-    def _too_late(self, ticket: int, wait_s: float, again: bool) -> None:
+    def _timed_out(self, ticket: int, wait_s: float, again: bool) -> None:
         wanted = self._wanted.pop(ticket, None)
         if wanted is not None:
-            late = f"{wanted.donor} did not send its state within {wait_s:.0f} s"
-            wanted.deliver(pb.State(part=wanted.part, reason=late, again=again), NOTHING)
+            reason = f"{wanted.donor} did not send its state within {wait_s:.0f} s"
+            wanted.deliver(pb.State(part=wanted.part, reason=reason, again=again), NOTHING)
 
     def begins(self, learner: str, session: str, header: pb.State) -> None:
-        """Before memory is allocated for it. Raises WireError if it was not asked for."""
+        """Check a header before memory is allocated for its data. Raises WireError if the part was not requested."""
         if not self._roster.is_connected(learner, session):
             raise WireError("not connected with this session")
         wanted = self._wanted.get(header.ticket)
@@ -127,5 +127,5 @@ class StateRelay:
         self._closed = True
         for wanted in list(self._wanted.values()):
             wanted.timer.cancel()
-            wanted.deliver(pb.State(part=wanted.part, reason="the syncer stops"), NOTHING)
+            wanted.deliver(pb.State(part=wanted.part, reason="the syncer is stopping"), NOTHING)
         self._wanted.clear()

@@ -1,8 +1,8 @@
-"""A shard: a process that has the data of some of a run's fragments. It decides nothing; the syncer it dials does.
+"""A shard: a process that holds the tensors of some fragments and takes orders from the syncer.
 
-Contributions come here, versions are made and handed out here, and their files are written to the run folder. Whether a
-contribution is wanted, when a merge is made, and when a version counts is the syncer's word. While no syncer can be reached,
-what is published is still handed out; what was gathered is dropped, and learners are asked for it again.
+Learners send contributions to the shard and fetch versions from it. The shard computes merges and writes version files to the
+run folder. The syncer decides which contributions are accepted, when to merge, and which versions are committed. Without a
+syncer the shard still serves published versions, but drops gathered contributions; learners are asked for them again.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ from skerry.wire.service import SyncerStub, add_bulk_to_server
 log = logging.getLogger("skerry.shard")
 
 MOVED_EVERY_S = 0.25
+"""How often the syncer is told which learners moved bytes."""
 BACK_OFF_S = (0.2, 5.0)
+"""Shortest and longest pause between connection attempts."""
 
 
 class RemoteAdmission:
-    """The syncer's word on contributions, asked for on the shard's stream."""
+    """Asks the syncer for verdicts over the shard's stream."""
 
     def __init__(self) -> None:
         self.floors: dict[int, int] = {}
@@ -62,7 +64,7 @@ class RemoteAdmission:
         self._send = None
         for asked in self._asked.values():
             if not asked.done():
-                asked.set_exception(NotTaken("the syncer is away", retry=True))
+                asked.set_exception(NotTaken("the shard has lost the syncer", retry=True))
         self._asked.clear()
         self.moved.clear()
 
@@ -72,7 +74,7 @@ class RemoteAdmission:
             asked.set_result(verdict)
 
     def may_fetch(self, learner: str, session: str) -> bool:
-        return True  # whoever has come through the door may read the model
+        return True  # anyone who can connect may read the model
 
     def floor(self, fragment: int) -> int:
         return self.floors.get(fragment, 0)
@@ -99,7 +101,7 @@ class RemoteAdmission:
 
     async def _ask(self, offer: pb.Offered, message: Callable[[pb.Offered], pb.FromShard]) -> pb.Verdict:
         if self._send is None:
-            raise NotTaken("the syncer is away", retry=True)
+            raise NotTaken("the shard has lost the syncer", retry=True)
         offer.question = next(self._questions)
         asked: asyncio.Future[pb.Verdict] = asyncio.get_running_loop().create_future()
         self._asked[offer.question] = asked
@@ -124,12 +126,12 @@ class Shard:
         self._bulk = BulkService(served, self._contributions, self._admission)
         self._plane = LocalPlane(layout, sync.merge == "radial", served, self._contributions, self._write)
         self._serving: dict[int, tuple[int, int]] = {}
-        """Version and checksum of what is served of each fragment."""
+        """Fragment → version and checksum of what is served."""
         self._written: dict[int, Written] = {}
-        """Of each fragment what was made last."""
+        """Fragment → the version written last, not published yet."""
         self._working: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """A defect of ours: the process must not go on as if nothing had happened."""
+        """Set to an exception on a bug in Skerry; the process must then stop."""
         self._closing = False
         self._break: Callable[[], object] = lambda: None
         """Ends the stream to the syncer."""
@@ -139,13 +141,13 @@ class Shard:
     async def bulk(self, messages: AsyncIterator[Parcel[pb.BulkToSyncer] | None], context: Any) -> None:
         await self._bulk.serve(messages, context)
 
-    # ------------------------------------------------------------ what the syncer says
+    # ------------------------------------------------------------ orders from the syncer
 
     async def follow(self, syncer: str, address: str, tls: TLS | None) -> None:
-        """Do what the syncer says until it says that the run is over."""
+        """Carry out the syncer's orders until the run is over. Reconnects as needed. Raises RunFailed if dismissed."""
         pause = BACK_OFF_S[0]
         while not self._closing:
-            why = "it ended the stream"
+            why = "the syncer ended the stream"
             goodbye, welcomed = None, False
             try:
                 async with open_channel(syncer, tls) as channel:
@@ -155,8 +157,8 @@ class Shard:
             if goodbye is not None:
                 if goodbye.over:
                     return
-                raise RunFailed(f"shard {self._number} is not wanted any more: {goodbye.reason}")
-            log.warning("shard %d has lost the syncer, or is not let in: %s", self._number, why)
+                raise RunFailed(f"the syncer dismissed shard {self._number}: {goodbye.reason}")
+            log.warning("shard %d is not connected to the syncer: %s; retrying", self._number, why)
             pause = BACK_OFF_S[0] if welcomed else min(pause * 1.6, BACK_OFF_S[1])
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
 
@@ -195,14 +197,14 @@ class Shard:
             self._admission.disconnected()
             for task in sending:
                 task.cancel()
-            # What was ordered on this stream is void: another may be ordered to make the same version.
+            # Orders of this stream are void: another process may be ordered to make the same version.
             await asyncio.gather(*sending, *self._working, return_exceptions=True)
             for fragment in self._serving:
                 self._contributions.forget(fragment)
             self._written.clear()
 
     async def _send(self, call: Any, outbox: Outbox[pb.FromShard]) -> None:
-        with contextlib.suppress(WireError):  # who reads finds out as well
+        with contextlib.suppress(WireError):  # the reader sees the broken stream as well
             while (message := await outbox.get()) is not None:
                 with wire_errors():
                     await call.write(message)
@@ -216,7 +218,7 @@ class Shard:
                 outbox.send(pb.FromShard(moved=pb.Moved(names=names)))
 
     async def _welcomed(self, welcome: pb.ShardWelcome) -> None:
-        """Serve what counts. What is here already, from before the stream broke, need not be read again."""
+        """Serve the committed versions. Those already loaded before the stream broke are not read again."""
         for fragment in set(self._serving) - {stored.fragment for stored in welcome.versions}:
             del self._serving[fragment]
             self._plane.withdraw(fragment)
@@ -253,10 +255,10 @@ class Shard:
         if not task.cancelled() and task.exception() is not None and not self.failed.done():
             self.failed.set_exception(task.exception())  # type: ignore[arg-type]
 
-    async def _make(self, said: pb.MergeOrder, send: Callable[[pb.FromShard], None]) -> None:
-        shares = tuple(Share(s.name, s.session, s.base, 0, 0, s.weight, s.at_step) for s in said.shares)
-        outer = (said.outer_lr, said.outer_momentum, said.presence)
-        order = m.Merge(said.fragment, said.version, said.round, shares, *outer, tokens=said.tokens)
+    async def _make(self, message: pb.MergeOrder, send: Callable[[pb.FromShard], None]) -> None:
+        shares = tuple(Share(s.name, s.session, s.base, 0, 0, s.weight, s.at_step) for s in message.shares)
+        outer = (message.outer_lr, message.outer_momentum, message.presence)
+        order = m.Merge(message.fragment, message.version, message.round, shares, *outer, tokens=message.tokens)
         try:
             written = self._written[order.fragment] = await self._plane.make(order)
         except SkerryError as error:
@@ -264,7 +266,7 @@ class Shard:
             send(pb.FromShard(not_made=failed))
             return
         except MissingContribution as error:
-            log.error("shard %d and the syncer do not agree on what is here, and start anew: %s", self._number, error)
+            log.error("shard %d is out of step with the syncer and reconnects: %s", self._number, error)
             self._break()
             return
         made = pb.Made(
@@ -276,12 +278,12 @@ class Shard:
         )
         send(pb.FromShard(made=made))
 
-    async def _publish(self, said: pb.Published, send: Callable[[pb.FromShard], None]) -> None:
-        written = self._written.pop(said.fragment)
-        assert written.order.version == said.version, "a version counts that was not made last"
+    async def _publish(self, message: pb.Published, send: Callable[[pb.FromShard], None]) -> None:
+        written = self._written.pop(message.fragment)
+        assert written.order.version == message.version, "only the version written last can be published"
         await self._plane.publish(written)
-        self._serving[said.fragment] = said.version, written.checksum
-        send(pb.FromShard(published=said))
+        self._serving[message.fragment] = message.version, written.checksum
+        send(pb.FromShard(published=message))
 
     async def _put_back(self, stored: pb.StoredVersion, send: Callable[[pb.FromShard], None]) -> None:
         self._contributions.forget(stored.fragment)
@@ -289,21 +291,23 @@ class Shard:
         send(pb.FromShard(published=pb.Published(fragment=stored.fragment, version=stored.version)))
 
     def _write(self, order: m.Merge, state: FragmentState) -> Written:
-        """A name nobody else gives: a syncer that was started again may order the same version from another process."""
-        found, last = checksums_of(state), self._written.get(order.fragment)
-        same = last is not None and (last.order.version, last.checksum) == (order.version, found.state)
+        """Write a version's file. Raises StoreError."""
+        sums, last = checksums_of(state), self._written.get(order.fragment)
+        same = last is not None and (last.order.version, last.checksum) == (order.version, sums.state)
         if last is not None and same and (self._folder / "fragments" / last.file).exists():
-            return last  # it could not be committed, and a full disk has no room for a copy
+            return last  # a retry after a failed commit: a full disk has no room for a copy
+        # The name must be unique: a restarted syncer may order the same version from another process.
         file = file_name(order.fragment, order.version, f"{self._process}-{next(self._attempts)}")
         label = Label(self._identity.run_id, order.fragment, order.version, order.round, order.tokens)
         try:
-            write_version(self._folder, file, state, label, found.state)
+            write_version(self._folder, file, state, label, sums.state)
         except OSError as error:
             raise StoreError(f"version {order.version} of fragment {order.fragment} cannot be written: {error}") from error
-        return Written(order, file, found.state, found.public)
+        return Written(order, file, sums.state, sums.public)
 
     def stop(self) -> None:
-        """Whoever follows the syncer is about to be cancelled; before Python 3.11 it could not tell."""
+        """End the loop of `follow`. Call before cancelling it: before Python 3.11 a task cannot tell its own cancellation
+        from a closed channel."""
         self._closing = True
 
     def close(self) -> None:
@@ -322,8 +326,8 @@ async def run_shard(
     on_listening: Callable[[int], None],
     stop: asyncio.Event,
 ) -> bool:
-    """Serve until the run has ended (True) or `stop` is set (False). `advertised` is where learners reach this shard, and
-    `listening_tls` what is shown to and asked of them if it is not what is shown to the syncer."""
+    """Serve until the run has ended (returns True) or `stop` is set (returns False). Learners connect to `advertised`, with
+    `listening_tls` if it differs from `tls`."""
     shard = Shard(folder, number)
     server = grpc.aio.server(options=SERVER_OPTIONS, compression=grpc.Compression.NoCompression)
     add_bulk_to_server(shard, server)
@@ -331,17 +335,17 @@ async def run_shard(
         port = bind(server, address, listening_tls or tls)
         await server.start()
         on_listening(port)
-        seen_at = advertised or with_port(address, port)
+        public_address = advertised or with_port(address, port)
         loop = asyncio.get_running_loop()
-        follow, stopped = loop.create_task(shard.follow(syncer, seen_at, tls)), loop.create_task(stop.wait())
+        follow, stopped = loop.create_task(shard.follow(syncer, public_address, tls)), loop.create_task(stop.wait())
         waits: set[asyncio.Future[Any]] = {follow, stopped, shard.failed}
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         shard.stop()
         for task in (follow, stopped):
             task.cancel()
         await asyncio.gather(follow, stopped, return_exceptions=True)
-        for over in done - {stopped}:
-            over.result()
+        for finished in done - {stopped}:
+            finished.result()
         return follow in done
     finally:
         await server.stop(grace=0.5)

@@ -1,7 +1,7 @@
-"""The shards of a syncer, as its own process sees them: who has the data of which fragments, and what they are told.
+"""The syncer's side of its shards: which shard holds which fragments, and the orders they get.
 
-A shard dials in, is told which versions count, and from then on does with its fragments what it is ordered. When its stream
-ends, whatever it had gathered is lost; the files of versions that count are in the run folder, which all of them share.
+A shard connects, is told the committed versions of its fragments, and then carries out orders. When its stream ends, the
+contributions it had gathered are lost. Committed version files are in the run folder, which all processes share.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from skerry.wire import skerry_pb2 as pb
 from skerry.wire.channel import PROTOCOL, require_tls_off_loopback, split_address
 
 QUEUE = 65_536
-"""Messages that wait to go to one shard, or from it: more than learners and fragments together can cause while it reads."""
+"""Messages queued to or from one shard. Learners and fragments cannot cause more while the peer reads."""
 STUCK = 20
-"""A shard that has not done what it was told after this many times `silence_s` is given up: its disk or process may hang."""
+"""A shard that has not carried out an order after this many times `silence_s` is disconnected: its disk or process may hang."""
 LEAST_STUCK_S = 60.0
 REMEMBERED = 100
+"""Replaced processes remembered per shard."""
 
 
 def spread(layout: Layout, shards: int) -> list[int]:
-    """For each fragment its shard, so that all have about the same number of elements."""
+    """Assign a shard to each fragment, so that all shards hold about the same number of elements."""
     load = [0] * shards
-    place = [0] * len(layout.fragments)
+    shard_of = [0] * len(layout.fragments)
     for fragment in sorted(layout.fragments, key=lambda fragment: (-fragment.numel, fragment.index)):
-        place[fragment.index] = min(range(shards), key=lambda shard: (load[shard], shard))
-        load[place[fragment.index]] += fragment.numel
-    return place
+        shard_of[fragment.index] = min(range(shards), key=lambda shard: (load[shard], shard))
+        load[shard_of[fragment.index]] += fragment.numel
+    return shard_of
 
 
 class ShardStream:
-    """One shard's stream, from its hello to its end."""
+    """The stream of one shard process."""
 
     def __init__(self, number: int, address: str, process: str, stuck_s: float) -> None:
         self.number, self.address, self.process = number, address, process
@@ -58,16 +59,17 @@ class ShardStream:
         self.welcomed = self.ready = False
         self.outbox: Outbox[pb.ToShard] = Outbox(QUEUE)
         self.waiting: dict[tuple[str, int, int], asyncio.Future[pb.Made | None]] = {}
-        """By what is waited for, fragment and version."""
+        """Orders in flight, by expected answer, fragment and version."""
 
     def fail(self) -> None:
         for waiting in self.waiting.values():
             if not waiting.done():
-                waiting.set_exception(StoreError(f"shard {self.number} is away"))
+                waiting.set_exception(StoreError(f"shard {self.number} is not connected"))
         self.waiting.clear()
 
-    async def ask(self, what: str, fragment: int, version: int, message: pb.ToShard) -> pb.Made | None:
-        key = (what, fragment, version)
+    async def order(self, expected: str, fragment: int, version: int, message: pb.ToShard) -> pb.Made | None:
+        """Send an order and wait for its answer. Raises StoreError."""
+        key = (expected, fragment, version)
         answer: asyncio.Future[pb.Made | None] = asyncio.get_running_loop().create_future()
         self.waiting[key] = answer
         self.outbox.send(message)
@@ -75,12 +77,12 @@ class ShardStream:
             return await asyncio.wait_for(answer, self._stuck_s)
         except asyncio.TimeoutError:
             self.outbox.end()
-            raise StoreError(f"shard {self.number} has not done what it was told for {self._stuck_s:.0f} s") from None
+            raise StoreError(f"shard {self.number} has not carried out an order for {self._stuck_s:.0f} s") from None
         finally:
             self.waiting.pop(key, None)
 
-    def answered(self, what: str, fragment: int, version: int, answer: pb.Made | StoreError | None) -> None:
-        waiting = self.waiting.get((what, fragment, version))
+    def answered(self, kind: str, fragment: int, version: int, answer: pb.Made | StoreError | None) -> None:
+        waiting = self.waiting.get((kind, fragment, version))
         if waiting is None or waiting.done():
             return
         if isinstance(answer, StoreError):
@@ -90,7 +92,7 @@ class ShardStream:
 
 
 class Shards:
-    """The plane of a syncer whose fragments are elsewhere."""
+    """The plane of a syncer whose fragments live in shards."""
 
     def __init__(
         self,
@@ -107,29 +109,29 @@ class Shards:
         self._admission, self._decisions = admission, decisions
         self._roster, self._rescue = roster, rescue
         self.secure = False
-        """Learners come by TLS."""
+        """Whether learners connect with TLS."""
         self._connections: dict[int, ShardStream] = {}
         self._replaced: dict[int, deque[str]] = {number: deque(maxlen=REMEMBERED) for number in range(count)}
-        """Processes whose place another one has taken."""
+        """Processes that another one has replaced."""
         self._occupied = [asyncio.Lock() for _ in self.of_fragment]
         self._closed: pb.ShardGoodbye | None = None
         self._key = write_key(store.folder)
 
     @property
     def places(self) -> pb.Places:
-        found = [self._connections.get(number) for number in range(self._count)]
-        addresses = [one.address if one is not None and one.ready else "" for one in found]
+        streams = [self._connections.get(number) for number in range(self._count)]
+        addresses = [stream.address if stream is not None and stream.ready else "" for stream in streams]
         return pb.Places(addresses=addresses, of_fragment=self.of_fragment)
 
     def _fragments(self, number: int) -> tuple[int, ...]:
         return tuple(fragment for fragment, shard in enumerate(self.of_fragment) if shard == number)
 
-    # ------------------------------------------------------------ a plane
+    # ------------------------------------------------------------ as a Plane (merging.py)
 
     async def make(self, order: m.Merge) -> Written:
         connection = self._ready(order.fragment)
         if connection is None:
-            raise StoreError(f"shard {self.of_fragment[order.fragment]} is away")
+            raise StoreError(f"shard {self.of_fragment[order.fragment]} is not connected")
         shares = [
             pb.OrderedShare(name=s.learner, session=s.session, at_step=s.at_step, weight=s.weight, base=s.base)
             for s in order.shares
@@ -144,21 +146,21 @@ class Shards:
             presence=order.presence,
             tokens=order.tokens,
         )
-        made = await connection.ask("made", order.fragment, order.version, pb.ToShard(merge=message))
+        made = await connection.order("made", order.fragment, order.version, pb.ToShard(merge=message))
         assert made is not None
         loop = asyncio.get_running_loop()
-        found = (made.file, made.checksum, made.public_checksum if made.HasField("public_checksum") else None)
-        return await loop.run_in_executor(None, self._store.written_elsewhere, order, *found)
+        public = made.public_checksum if made.HasField("public_checksum") else None
+        return await loop.run_in_executor(None, self._store.written_elsewhere, order, made.file, made.checksum, public)
 
     async def publish(self, written: Written) -> None:
         order = written.order
         connection = self._ready(order.fragment)
         if connection is None:
-            return  # it starts from what is stored
+            return  # it will load the committed version when it connects
         published = pb.Published(fragment=order.fragment, version=order.version)
         try:
-            # Before anyone is told of the version: who comes for it must find it.
-            await connection.ask("published", order.fragment, order.version, pb.ToShard(publish=published))
+            # Wait, because learners may fetch the version as soon as it is announced.
+            await connection.order("published", order.fragment, order.version, pb.ToShard(publish=published))
         except StoreError:
             return
 
@@ -166,7 +168,7 @@ class Shards:
         order = written.order
         connection = self._connections.get(self.of_fragment[order.fragment])
         if connection is None or not connection.welcomed:
-            return  # it starts from what is stored
+            return  # it will load the committed version when it connects
         version = pb.StoredVersion(
             fragment=order.fragment,
             version=order.version,
@@ -175,19 +177,19 @@ class Shards:
             floor=order.version,
         )
         try:
-            await connection.ask("published", order.fragment, order.version, pb.ToShard(put_back=version))
+            await connection.order("published", order.fragment, order.version, pb.ToShard(put_back=version))
         except StoreError:
             return
 
     def occupied(self, fragment: int) -> asyncio.Lock:
-        """While a version of it is being made. A shard that comes meanwhile waits, and starts from what counts then."""
+        """Lock held while a version of the fragment is made. A shard that connects meanwhile waits for it."""
         return self._occupied[fragment]
 
     def _ready(self, fragment: int) -> ShardStream | None:
         connection = self._connections.get(self.of_fragment[fragment])
         return connection if connection is not None and connection.ready else None
 
-    # ------------------------------------------------------------ a shard's stream
+    # ------------------------------------------------------------ streams from shards
 
     async def serve(self, messages: AsyncIterator[pb.FromShard | None]) -> AsyncIterator[pb.ToShard]:
         first = await first_message(messages)
@@ -196,7 +198,7 @@ class Shards:
             return
         if first is None:
             self._decisions.record(records.Refused("a shard's stream without a hello"))
-            return  # damaged on its way, perhaps; it may try again
+            return  # without a goodbye, so that the shard retries: the hello may have been damaged in transit
         try:
             connection = self._admit(first)
         except JoinRefused as refusal:
@@ -205,7 +207,7 @@ class Shards:
             return
         if connection is None:
             self._decisions.record(records.Refused("a shard does not see the run folder of this syncer"))
-            return  # or it read the key of the syncer before; it may try again
+            return  # without a goodbye, so that the shard retries: it may have read the previous syncer's key
         reader = asyncio.get_running_loop().create_task(self._read(connection, messages))
         try:
             while (message := await connection.outbox.get()) is not None:
@@ -225,7 +227,7 @@ class Shards:
         if hello.number >= self._count:
             raise JoinRefused(f"this syncer has shards 0 to {self._count - 1}, there is no shard {hello.number}")
         if max(len(hello.address), len(hello.process)) > MAX_NAME:
-            raise JoinRefused("the shard's address is too long")
+            raise JoinRefused(f"a shard's address and process id must have at most {MAX_NAME} characters")
         try:
             host, _ = split_address(hello.address)
             if not self.secure:
@@ -234,16 +236,14 @@ class Shards:
             raise JoinRefused(f"learners cannot reach shard {hello.number} at {hello.address!r}: {error}") from None
         if not secrets.compare_digest(hello.key.encode(), self._key.encode()):
             return None
-        reason = f"another process has taken the place of shard {hello.number}"
+        reason = f"another process has replaced shard {hello.number}"
         if hello.process in self._replaced[hello.number]:
             raise JoinRefused(reason)
         old = self._connections.pop(hello.number, None)
-        if old is not None and old.process == hello.process:
-            old.outbox.end()
-            self._away(old)
-        elif old is not None:
-            self._replaced[hello.number].append(old.process)
-            old.outbox.send(pb.ToShard(goodbye=pb.ShardGoodbye(reason=reason)))
+        if old is not None:
+            if old.process != hello.process:
+                self._replaced[hello.number].append(old.process)
+                old.outbox.send(pb.ToShard(goodbye=pb.ShardGoodbye(reason=reason)))
             old.outbox.end()
             self._away(old)
         stuck_s = max(STUCK * self._store.identity.sync.silence_s, LEAST_STUCK_S)
@@ -268,18 +268,18 @@ class Shards:
             connection.outbox.end()
 
     async def _welcome(self, connection: ShardStream) -> None:
-        """What counts now. A version that is being committed for the process before goes first."""
+        """Tell a shard the committed versions, after any merge in flight for its predecessor."""
         fragments = self._fragments(connection.number)
         await self._rescue.over.wait()
-        async with contextlib.AsyncExitStack() as still:
+        async with contextlib.AsyncExitStack() as locks:
             for fragment in fragments:
-                await still.enter_async_context(self.occupied(fragment))
-            found = await self._decisions.tape.between_commits(self._store.newest, fragments)
+                await locks.enter_async_context(self.occupied(fragment))
+            newest = await self._decisions.tape.between_commits(self._store.newest, fragments)
             versions = [
                 pb.StoredVersion(
                     fragment=fragment, version=version, file=file, checksum=checksum, floor=self._admission.floor(fragment)
                 )
-                for fragment, version, file, checksum in found
+                for fragment, version, file, checksum in newest
             ]
             connection.welcomed = True
             connection.outbox.send(pb.ToShard(welcome=pb.ShardWelcome(versions=versions)))
@@ -296,15 +296,15 @@ class Shards:
             for name in message.moved.names:
                 self._decisions.bytes_moved(name)
         elif not connection.ready:
-            raise WireError(f"shard {connection.number} said {kind or 'nothing'} before it was ready")
+            raise WireError(f"shard {connection.number} sent {kind or 'an empty message'} before it was ready")
         elif kind == "offered":
-            connection.outbox.send(await self._verdict(connection, message.offered, whole=False))
+            connection.outbox.send(await self._verdict(connection, message.offered, complete=False))
         elif kind == "arrived":
-            connection.outbox.send(await self._verdict(connection, message.arrived, whole=True))
+            connection.outbox.send(await self._verdict(connection, message.arrived, complete=True))
         elif kind == "made":
             made = message.made
-            if not _is_name(made):
-                raise WireError(f"shard {connection.number} names the file {made.file[:MAX_NAME]!r}")
+            if not _is_valid_name(made):
+                raise WireError(f"shard {connection.number} sent the invalid file name {made.file[:MAX_NAME]!r}")
             connection.answered("made", made.fragment, made.version, made)
         elif kind == "not_made":
             failed = message.not_made
@@ -315,17 +315,18 @@ class Shards:
             refused = message.refused
             self._admission.refused(refused.name, refused.header if refused.HasField("header") else None, refused.reason)
 
-    async def _verdict(self, connection: ShardStream, offered: pb.Offered, whole: bool) -> pb.ToShard:
+    async def _verdict(self, connection: ShardStream, offered: pb.Offered, complete: bool) -> pb.ToShard:
+        """The verdict on a contribution: on its header alone, or on a `complete` one."""
         answer = pb.Verdict(question=offered.question)
-        fragment, who = offered.header.fragment, (offered.name, offered.session, offered.header)
+        fragment, contribution = offered.header.fragment, (offered.name, offered.session, offered.header)
         try:
             if fragment >= len(self.of_fragment) or self.of_fragment[fragment] != connection.number:
-                raise NotTaken(f"fragment {fragment} is not one of shard {connection.number}", retry=True)
-            if whole:
-                verdict = await self._admission.judge(*who, offered.norm, offered.repeated)
+                raise NotTaken(f"shard {connection.number} does not hold fragment {fragment}", retry=True)
+            if complete:
+                verdict = await self._admission.judge(*contribution, offered.norm, offered.repeated)
                 answer.reason, answer.unhealthy, answer.unmerged = verdict.reason, verdict.unhealthy, not verdict.merged
             else:
-                await self._admission.check(*who)
+                await self._admission.check(*contribution)
         except NotTaken as error:
             answer.reason, answer.damaged = str(error) or "not wanted", error.retry
         return pb.ToShard(verdict=answer)
@@ -344,7 +345,7 @@ class Shards:
             self._decisions.dispatch(m.FragmentsAway(self._fragments(connection.number)))
 
     def dismiss(self, reason: str, over: bool) -> None:
-        """The run is over, or the syncer stops; in the second case shards look for it again."""
+        """End all streams. If the run is `over`, shards exit; otherwise they wait for the syncer to return."""
         if over:
             self._closed = pb.ShardGoodbye(reason=reason, over=True)
         for connection in self._connections.values():
@@ -353,14 +354,14 @@ class Shards:
             connection.outbox.end()
 
 
-def _is_name(made: pb.Made) -> bool:
-    """As shard.py names files, of the version that was ordered."""
-    beginning = re.escape(file_name(made.fragment, made.version).removesuffix(".safetensors"))
-    return re.fullmatch(rf"{beginning}-[0-9a-f]{{8}}-[0-9]+\.safetensors", made.file) is not None
+def _is_valid_name(made: pb.Made) -> bool:
+    """Whether the file is named as `Shard._write` names a file of this version."""
+    prefix = re.escape(file_name(made.fragment, made.version).removesuffix(".safetensors"))
+    return re.fullmatch(rf"{prefix}-[0-9a-f]{{8}}-[0-9]+\.safetensors", made.file) is not None
 
 
 def write_key(folder: Path) -> str:
-    """Whoever can read it sees the same run folder, and is trusted to have a part in it."""
+    """Write a new key to the run folder. A process that can read it sees the same folder, and may be a shard."""
     key = secrets.token_hex(16)
     path = folder / "shard-key"
     try:

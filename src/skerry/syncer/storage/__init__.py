@@ -1,1 +1,1 @@
-"""What the syncer must never lose, as files: the run folder, its tape, versions of fragments, snapshots and good copies."""
+"""The syncer's durable state: the run folder, the tape, fragment versions, snapshots and good copies."""

@@ -1,4 +1,5 @@
-"""Where an opening puts what it would otherwise remove: one numbered folder in `aside/` for each opening that needs it."""
+"""Quarantine for files that opening a run folder would otherwise delete. Each opening that needs it gets a numbered folder in
+`aside/`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 KEPT_LEFTOVERS = 2
-"""Folders with leftovers of healthy openings. Those of repairs stay until somebody removes them."""
+"""How many `-leftovers` folders stay. `-repair` folders are never deleted automatically."""
 
 
 class Aside:
@@ -22,10 +23,10 @@ class Aside:
         self.moved: list[str] = []
 
     def move(self, path: Path) -> None:
-        """Raises OSError."""
+        """Move a file into this opening's folder. Raises OSError."""
         if self._folder is None:
-            taken = [int(found.name.split("-")[0]) for found in _numbered(self._parent)]
-            self._folder = self._parent / f"{max(taken, default=0) + 1:04d}-{self._why}"
+            numbers = [int(existing.name.split("-")[0]) for existing in _numbered(self._parent)]
+            self._folder = self._parent / f"{max(numbers, default=0) + 1:04d}-{self._why}"
             self._folder.mkdir(parents=True)
         os.replace(path, self._folder / path.name)
         self.moved.append(path.name)
@@ -36,8 +37,8 @@ def _numbered(parent: Path) -> list[Path]:
 
 
 def tidy(folder: Path, wanted: set[str], healthy: bool, say: Callable[[str], None]) -> None:
-    """Move files that no version needs out of the way. Only once everything the tape names was found whole are half-written
-    files removed, and what earlier healthy openings moved aside."""
+    """Move files that no version needs to `aside/`. If the run is healthy (every file the tape names is intact), also delete
+    half-written files and old `-leftovers` folders."""
     aside = Aside(folder, "leftovers" if healthy else "repair")
     for path in sorted((folder / "fragments").iterdir()):
         if path.name.endswith(".partial"):
@@ -45,21 +46,21 @@ def tidy(folder: Path, wanted: set[str], healthy: bool, say: Callable[[str], Non
                 with contextlib.suppress(OSError):
                     path.unlink()
         elif path.name not in wanted:
-            with contextlib.suppress(OSError):  # it takes space, but it is in nobody's way
+            with contextlib.suppress(OSError):  # harmless where it is, apart from the space
                 aside.move(path)
     if aside.moved:
-        say(f"{len(aside.moved)} files that no version needs were moved to {folder / 'aside'}: {_few(aside.moved)}")
+        say(f"moved {len(aside.moved)} files that no version needs to {folder / 'aside'}: {_first_few(aside.moved)}")
     if healthy:
         for old in [path for path in _numbered(folder / "aside") if path.name.endswith("-leftovers")][:-KEPT_LEFTOVERS]:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def free_half_written(folder: Path) -> None:
-    """On a full disk the tape may need the space of files that were never finished. They never counted."""
+    """Delete half-written files, which no version refers to. On a full disk the tape may need their space."""
     for path in (folder / "fragments").glob(".*.partial"):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def _few(names: Sequence[str]) -> str:
+def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

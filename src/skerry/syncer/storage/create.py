@@ -1,4 +1,4 @@
-"""Making a run folder from a model's initial tensors."""
+"""Creates run folders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from skerry.tensors.merge import FragmentState
 
 
 def gather(layout: Layout, fragment: Fragment, tensors: Mapping[str, Tensor]) -> Tensor:
-    """A fragment's pieces from named tensors, as one flat fp32 vector."""
+    """Concatenate a fragment's pieces into one flat fp32 vector."""
     pieces = []
     for piece in fragment.pieces:
         flat = tensors[layout.tensors[piece.tensor].name].detach().reshape(-1)
@@ -38,7 +38,7 @@ def gather(layout: Layout, fragment: Fragment, tensors: Mapping[str, Tensor]) ->
 
 
 def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync: SyncConfig, job_json: str = "") -> RunIdentity:
-    """Make a run folder from a model's initial tensors. The run exists once run.json does."""
+    """Create a run folder from a model's initial tensors. The run exists once run.json does. Raises StoreError."""
     if is_run(folder):
         raise StoreError(f"{folder} already holds a run")
     specs = [spec for spec, _ in tensors]
@@ -60,9 +60,9 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
             db.make_tables(database)
             for fragment in layout.fragments:
                 state = FragmentState.fresh(gather(layout, fragment, named))
-                file, found = file_name(fragment.index, 0), checksums_of(state)
-                write_version(folder, file, state, Label(run_id, fragment.index, 0, 0), found.state)
-                db.put_version(database, fragment.index, 0, 0, file, found.state, found.public)
+                file, sums = file_name(fragment.index, 0), checksums_of(state)
+                write_version(folder, file, state, Label(run_id, fragment.index, 0, 0), sums.state)
+                db.put_version(database, fragment.index, 0, 0, file, sums.state, sums.public)
             db.append(database, [TapeEntry(time.time(), records.Created(len(layout.fragments)))])
             db.put_meta(database, "generation", uuid.uuid4().hex)
             db.count_rows(database)
@@ -76,7 +76,7 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
         }
         text = identity_text(identity)
         DISK.write_durably(folder / "run.json", text.encode())
-        # Last, for a copy of run.json says that there was one.
+        # The tape's copy implies that run.json existed, so it must come last.
         with contextlib.closing(db.connect(folder)) as database, database:
             db.put_meta(database, "identity", text)
     except (OSError, sqlite3.Error) as error:
@@ -85,10 +85,10 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
 
 
 def _make_folder(folder: Path) -> None:
-    """With its name, and those of the folders made for it, as durable as what will be inside."""
+    """Create the folder and its parents, and make their directory entries durable."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     os.makedirs(folder / "fragments", exist_ok=True)
     DISK.sync_path(folder)
-    for path in made or [folder]:  # one that was there may have been made just before
-        with contextlib.suppress(PermissionError):  # a folder that we may not read
+    for path in made or [folder]:  # an existing folder may have been created just before, and not synced
+        with contextlib.suppress(PermissionError):  # the parent may not be readable
             DISK.sync_path(path.parent)

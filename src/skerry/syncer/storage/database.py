@@ -1,13 +1,14 @@
-"""The tape's file: a SQLite database in which every row is sealed, so damage is found and whatever is whole can be saved.
+"""The tape's file: a SQLite database with a checksum (seal) in every row, so that damage is detected and intact rows can be
+salvaged.
 
     tape        every record, in order
-    versions    the versions that count, by fragment
-    counted     each learner's last progress that is part of a fragment
-    standing    where the run stands
-    meta        a copy of run.json, the tape's generation, those it replaces, and how many rows the first two tables must have
+    versions    committed versions of each fragment
+    counted     per fragment and learner: the learner's last merged progress
+    standing    the run's standing
+    meta        a copy of run.json, the tape's generation, those it replaces, and the row counts of the first two tables
 
-SQLite notices damage to its own structure, but not to the content of a row. A log (`-wal`) that is missing, or belongs to
-another copy of the file, can make it return rows of different ages without an error. Seals and row counts notice both.
+SQLite detects damage to its own structure, but not to a row's content. With a missing or foreign log (`-wal`) it can silently
+return rows of different ages. Seals and row counts detect both.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from skerry.errors import StoreError
 
 TAPE_FILES = ("tape.sqlite", "tape.sqlite-wal", "tape.sqlite-shm", "tape.sqlite-journal")
 BUSY_S = 30.0
+"""How long a connection waits for a lock of another one."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tape (
@@ -68,7 +70,7 @@ class TapeEntry:
 
 
 def connect(folder: Path, mode: str = "rw") -> sqlite3.Connection:
-    """With the log that lies beside it."""
+    """Open the tape with its log."""
     database = open_database(f"{(folder / 'tape.sqlite').resolve().as_uri()}?mode={mode}")
     if mode != "ro":
         try:
@@ -81,20 +83,20 @@ def connect(folder: Path, mode: str = "rw") -> sqlite3.Connection:
 
 
 def finish_journal(folder: Path) -> None:
-    """Let SQLite undo a change that was cut short. It does so when it opens the file with the right to write, and without that
-    it refuses to read. Only the change of a new tape to its log has such a journal."""
+    """Let SQLite roll back an interrupted change, which it does when it opens the file for writing. Until then it refuses to
+    read. Such a journal exists only while a new tape switches to its log."""
     if (folder / TAPE_FILES[3]).exists():
         with contextlib.closing(open_database(f"{(folder / 'tape.sqlite').resolve().as_uri()}?mode=rw")) as database:
             database.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
 
 def connect_without_log(folder: Path) -> sqlite3.Connection:
-    """As of the last checkpoint. Needs no right to write, and nobody may be writing."""
+    """Open the tape as of its last checkpoint. Works on read-only media. No process may be writing."""
     return open_database(f"{(folder / 'tape.sqlite').resolve().as_uri()}?mode=ro&immutable=1")
 
 
 def open_database(uri: str) -> sqlite3.Connection:
-    # Calls come from the syncer's tape thread and its main thread, never at once.
+    # The tape thread and the main thread share the connection, but never use it at the same time.
     database = sqlite3.connect(uri, uri=True, timeout=BUSY_S, check_same_thread=False)
     database.row_factory = sqlite3.Row
     database.text_factory = _as_text
@@ -102,7 +104,7 @@ def open_database(uri: str) -> sqlite3.Connection:
 
 
 def _as_text(data: bytes) -> str:
-    """Damaged text is still text; its seal says that it is damaged."""
+    """Decode damaged text too: the row's seal detects the damage."""
     return data.decode("utf-8", "surrogateescape")
 
 
@@ -111,6 +113,7 @@ def make_tables(database: sqlite3.Connection) -> None:
 
 
 def forget_all(database: sqlite3.Connection) -> None:
+    """Delete every row."""
     for table in _COLUMNS:
         database.execute(f"DELETE FROM {table}")
 
@@ -130,10 +133,10 @@ def is_served(folder: Path) -> bool:
     return False
 
 
-def ask(folder: Path, question: Callable[[sqlite3.Connection], T], *, look_first: bool = False) -> T:
-    """Answer a reader's question about a tape: beside a running syncer, on read-only media, or of a copy made while the run
-    went on. Damaged rows are left out. Raises StoreError. If a damaged row is met half way, `question` is asked once more of
-    the rows that are whole; with `look_first` every row is checked before, and it is asked once."""
+def ask(folder: Path, question: Callable[[sqlite3.Connection], T], *, check_first: bool = False) -> T:
+    """Run a read-only query. Works beside a running syncer, on read-only media, and on a copy made during the run. If the tape
+    is damaged, `question` runs again on the intact rows alone; with `check_first` damage is found before `question` runs, so it
+    runs once. Raises StoreError."""
     path = folder / "tape.sqlite"
     if not path.exists():
         raise StoreError(f"{path} cannot be read: the file is missing")
@@ -141,27 +144,27 @@ def ask(folder: Path, question: Callable[[sqlite3.Connection], T], *, look_first
         if is_served(folder):
             with contextlib.closing(connect(folder, mode="ro")) as database:
                 return question(database)
-        with _private(folder) as database:
-            if not (problem := problem_of(database, thorough=look_first)):
+        with _unserved(folder) as database:
+            if not (problem := problem_of(database, thorough=check_first)):
                 return question(database)
-    except (Torn, sqlite3.Error) as error:
+    except (DamagedRow, sqlite3.Error) as error:
         problem = one_line(error)
         if is_served(folder) or not is_damage(error):
             raise StoreError(f"{path} cannot be read: {problem}") from None
     try:
-        with contextlib.closing(open_database(":memory:")) as saved:
-            make_tables(saved)
-            if not save_what_is_whole(folder, saved).readable:
+        with contextlib.closing(open_database(":memory:")) as target:
+            make_tables(target)
+            if not salvage(folder, target).readable:
                 raise StoreError(f"{path} cannot be read: {problem}")
-            saved.commit()
-            return question(saved)
-    except (Torn, sqlite3.Error) as error:
+            target.commit()
+            return question(target)
+    except (DamagedRow, sqlite3.Error) as error:
         raise StoreError(f"{path} cannot be read: {one_line(error)}") from None
 
 
 @contextlib.contextmanager
-def _private(folder: Path) -> Iterator[sqlite3.Connection]:
-    """A tape that nobody writes. To read its log SQLite has to write beside it, so that is done in a copy."""
+def _unserved(folder: Path) -> Iterator[sqlite3.Connection]:
+    """Open a tape that no process is writing. To read a log SQLite must create files beside it, so it gets a copy."""
     log = folder / "tape.sqlite-wal"
     if not log.exists() or not log.stat().st_size:
         with contextlib.closing(connect_without_log(folder)) as database:
@@ -177,8 +180,8 @@ def _private(folder: Path) -> Iterator[sqlite3.Connection]:
 # ---------------------------------------------------------------- rows
 
 
-class Torn(Exception):
-    """A row is not what was written."""
+class DamagedRow(Exception):
+    """A row does not match its seal, or cannot be parsed."""
 
 
 def seal_of(values: Sequence[object]) -> int:
@@ -186,16 +189,16 @@ def seal_of(values: Sequence[object]) -> int:
 
 
 def checked(table: str, row: sqlite3.Row) -> sqlite3.Row:
-    """The row, if it is what was written. Raises Torn."""
-    if not _is_whole(table, row):
-        raise Torn(f"a row of table {table} is damaged")
+    """Return the row if it matches its seal. Raises DamagedRow."""
+    if not _is_intact(table, row):
+        raise DamagedRow(f"a row of table {table} is damaged")
     return row
 
 
-def _is_whole(table: str, row: sqlite3.Row) -> bool:
+def _is_intact(table: str, row: sqlite3.Row) -> bool:
     try:
         return bool(row["seal"] == seal_of([row[name] for name in _COLUMNS[table]]))
-    except (TypeError, IndexError):  # bytes where there should be text, or a damaged description of the table
+    except (TypeError, IndexError):  # bytes instead of text, or a damaged table schema
         return False
 
 
@@ -218,7 +221,7 @@ def put_version(
 
 
 def replace_version(database: sqlite3.Connection, row: sqlite3.Row, file: str, checksum: int) -> None:
-    """The same version in another file."""
+    """Point a version's row to another file."""
     values = (row["fragment"], row["version"], row["round"], file, checksum, row["public"])
     change = "UPDATE versions SET file = ?, checksum = ?, seal = ? WHERE fragment = ? AND version = ?"
     database.execute(change, (file, checksum, seal_of(values), row["fragment"], row["version"]))
@@ -247,7 +250,7 @@ def standing_data(database: sqlite3.Connection) -> dict[str, Any] | None:
 
 
 def version_rows(database: sqlite3.Connection, fragment: int, count: int) -> list[sqlite3.Row]:
-    """The newest versions of a fragment that count, newest first."""
+    """Up to `count` committed versions of a fragment, newest first. Raises DamagedRow."""
     query = "SELECT * FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
     return [checked("versions", row) for row in database.execute(query, (fragment, count))]
 
@@ -255,24 +258,24 @@ def version_rows(database: sqlite3.Connection, fragment: int, count: int) -> lis
 def newest_row(database: sqlite3.Connection, fragment: int) -> sqlite3.Row:
     rows = version_rows(database, fragment, 1)
     if not rows:
-        raise StoreError(f"the tape knows no version of fragment {fragment}; the run folder is incomplete")
+        raise StoreError(f"the tape has no version of fragment {fragment}; the run folder is incomplete")
     return rows[0]
 
 
 def entries_of(database: sqlite3.Connection, kinds: Sequence[type[TapeRecord]] = ()) -> Iterator[TapeEntry]:
-    """In the order in which they were written. Raises Torn."""
+    """Entries in the order they were written. Raises DamagedRow."""
     which = f"WHERE kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
     for row in database.execute(f"SELECT * FROM tape {which} ORDER BY seq", tuple(kind.kind for kind in kinds)):
         checked("tape", row)
         try:
             yield TapeEntry(row["at"], read_record(row["kind"], json.loads(row["data"])))
         except MalformedRecord as error:
-            raise Torn(str(error)) from None
+            raise DamagedRow(str(error)) from None
 
 
 def count_rows(database: sqlite3.Connection, new_versions: int | None = None) -> None:
-    """Write down how many rows there are, in the transaction that changed it. Entries are numbered without gaps. Versions are
-    counted unless the caller says how many are new."""
+    """Store the row counts, in the transaction that changed them. Entries are numbered without gaps, so the last number
+    is their count. Versions are counted with a scan unless the caller passes how many are new."""
     known = meta(database, "versions")
     if known is None or new_versions is None:
         versions = int(database.execute("SELECT count(*) FROM versions").fetchone()[0])
@@ -290,25 +293,25 @@ def last_entry(database: sqlite3.Connection) -> int:
 
 
 def is_damage(error: Exception) -> bool:
-    """As opposed to a full disk or a busy file: those pass, and nothing is to be repaired."""
+    """Whether an error means damage. A full disk or a busy file passes, and needs no repair."""
     if isinstance(error, sqlite3.OperationalError):
-        words = ("no such table", "no such column", "malformed", "unsupported file format")
-        return any(word in str(error) for word in words)
-    return isinstance(error, (Torn, sqlite3.DatabaseError))
+        phrases = ("no such table", "no such column", "malformed", "unsupported file format")
+        return any(phrase in str(error) for phrase in phrases)
+    return isinstance(error, (DamagedRow, sqlite3.DatabaseError))
 
 
 def one_line(error: object) -> str:
-    """SQLite quotes what it cannot read, which may be anything."""
+    """An error as one printable line. SQLite quotes damaged content in its messages."""
     return "".join(letter if letter.isprintable() else " " for letter in " ".join(str(error).split()))[:200]
 
 
 def problem_of(database: sqlite3.Connection, thorough: bool = True) -> str:
-    """What is wrong with a tape, in words; empty if it is whole. Checks every row only if `thorough`."""
+    """Describe what is wrong with a tape. Returns "" if it is intact. Checks every row only if `thorough`."""
     try:
         if thorough:
-            found = database.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok":
-                return one_line(found)
+            result = database.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if result != "ok":
+                return one_line(result)
         entries, last = database.execute("SELECT count(*), coalesce(max(seq), 0) FROM tape").fetchone()
         if entries != last:
             return f"{last - entries} entries are missing"
@@ -316,11 +319,11 @@ def problem_of(database: sqlite3.Connection, thorough: bool = True) -> str:
         for name, rows in (("entries", entries), ("versions", versions)):
             expected = meta(database, name)
             if expected is None or int(expected) != rows:
-                return f"it should have {expected} {name}, it has {rows}"
+                return f"expected {expected} {name}, found {rows}"
         for table in _COLUMNS if thorough else ():
             for row in database.execute(f"SELECT * FROM {table}"):
                 checked(table, row)
-    except (Torn, sqlite3.Error, ValueError, TypeError, IndexError) as error:
+    except (DamagedRow, sqlite3.Error, ValueError, TypeError, IndexError) as error:
         if isinstance(error, sqlite3.Error) and not is_damage(error):
             raise
         return one_line(error)
@@ -328,26 +331,26 @@ def problem_of(database: sqlite3.Connection, thorough: bool = True) -> str:
 
 
 @dataclass
-class Saved:
-    """What could be saved of a tape, table by table."""
+class Salvaged:
+    """Result of a salvage, by table."""
 
     rows: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
-    """Rows that were found damaged. How many were not found at all is not known."""
+    """Damaged rows that were found. Rows that vanished altogether are not included."""
     expected: dict[str, int] = field(default_factory=dict)
-    """How many rows there should be, where that could be read."""
+    """Row counts according to the meta table, as far as it is readable."""
     readable: bool = False
 
     def missing(self, table: str, name: str) -> int:
-        """At least this many rows are gone. `name` is what the count is called."""
+        """Lower bound on the rows lost. `name` is the count's key in the meta table."""
         return max(self.lost.get(table, 0), self.expected.get(name, 0) - self.rows.get(table, 0))
 
 
-def save_what_is_whole(folder: Path, target: sqlite3.Connection) -> Saved:
-    """Copy every row that can be read and is as it was written, with the log or without it, whichever has more."""
-    best, source = Saved(), None
+def salvage(folder: Path, target: sqlite3.Connection) -> Salvaged:
+    """Copy every intact row to `target`, from the tape with its log or without, whichever has more records."""
+    best, source = Salvaged(), None
     with contextlib.ExitStack() as opened:
-        for connect_to in (_private, _without_log):
+        for connect_to in (_unserved, _without_log):
             with contextlib.suppress(sqlite3.Error, OSError):
                 database = opened.enter_context(connect_to(folder))
                 found = _survey(database)
@@ -355,8 +358,8 @@ def save_what_is_whole(folder: Path, target: sqlite3.Connection) -> Saved:
                     best, source = found, database
         if source is not None:
             for table, columns in _COLUMNS.items():
-                whole = (row for row in _readable_rows(source, table) if _is_whole(table, row))
-                _put(target, table, ([row[name] for name in columns] for row in whole))
+                intact = (row for row in _readable_rows(source, table) if _is_intact(table, row))
+                _put(target, table, ([row[name] for name in columns] for row in intact))
             count_rows(target)
     return best
 
@@ -367,22 +370,22 @@ def _without_log(folder: Path) -> Iterator[sqlite3.Connection]:
         yield database
 
 
-def _survey(database: sqlite3.Connection) -> Saved:
-    found = Saved()
+def _survey(database: sqlite3.Connection) -> Salvaged:
+    found = Salvaged()
     for table in _COLUMNS:
         for row in _readable_rows(database, table):
-            whole = _is_whole(table, row)
-            found.readable = found.readable or whole
-            counts = found.rows if whole else found.lost
+            intact = _is_intact(table, row)
+            found.readable = found.readable or intact
+            counts = found.rows if intact else found.lost
             counts[table] = counts.get(table, 0) + 1
-            if table == "meta" and whole and row["key"] in ("entries", "versions"):
+            if table == "meta" and intact and row["key"] in ("entries", "versions"):
                 found.expected[row["key"]] = int(row["value"])
     return found
 
 
 def _readable_rows(database: sqlite3.Connection, table: str) -> Iterator[sqlite3.Row]:
-    """From the front as far as it can be read, then from the back: what is torn is somewhere in between. Each row once: a
-    damaged page may lead to others twice."""
+    """Rows from the front up to the first unreadable page, then rows from the back down to the last unreadable one. Each row
+    once: a damaged page may point to others twice."""
     names = _ORDER[table].split(", ")
     seen: set[tuple[object, ...]] = set()
 

@@ -1,17 +1,17 @@
-"""What opening a run folder does when something in it is missing or damaged. Nothing is removed: it is moved to `aside/`.
+"""Opens a run folder in which files are missing or damaged. Deletes nothing: damaged files move to `aside/`.
 
 Rules:
- 1. What is found is looked at as a whole before anything is changed. If there is no whole state to go on from, nothing is.
- 2. run.json is written again from the tape's copy, or from a snapshot's.
- 3. Of a tape that is not whole, every row that is goes into a new one. A tape that is shorter than the lock file or
-    standing.json say has lost its end. One of a generation that was replaced is an old copy. The tape of another run has no row
-    of this one.
- 4. A fragment goes on from its newest version, or from another file with the same bytes. If there is none, from the newest
-    state that can be proven: the version before, one in a snapshot or in `aside/`, and last a good copy (sources.py). Live
-    islands are asked first for the version that was lost (syncer/rescue.py).
- 5. Without a whole tape nobody knows which files counted, so each fragment goes on from its newest whole file.
- 6. A state that is not the newest version gets a number that no version had, so nothing that islands still hold or send can be
-    mistaken for progress since then.
+ 1. Everything is inspected before anything is changed. If a fragment has no intact state, nothing is changed.
+ 2. run.json is rewritten from the copy in the tape or in a snapshot.
+ 3. If the tape is damaged, its intact rows move to a new one. These count as damaged too: a tape shorter than the lock file or
+    standing.json says (its end is lost), a tape of a replaced generation (an old copy), and the tape of another run (none of
+    its rows is kept).
+ 4. A fragment continues from its newest version, or from another file with the same bytes. Otherwise live islands are asked for
+    that version first (syncer/rescue.py). If none has it, the fragment continues from the newest state that verifies: an older
+    version, here, in a snapshot or in `aside/`, or else a good copy (sources.py).
+ 5. Without an intact tape nobody knows which files were committed, so each fragment continues from its newest intact file.
+ 6. A fragment that continues from an older state gets a version number that was never used, so nothing that islands still hold
+    or send can be mistaken for progress since then.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ from skerry.syncer.storage.version_file import (
 from skerry.tensors.fragments import Fragment
 
 VERSION_STRIDE = 1_000_000
-"""After a recovery versions go on at the next multiple of this: a number that nobody has seen."""
+"""After a recovery, versions continue at the next multiple of this, a number never used before."""
 NEW_TAPE = "tape.new.sqlite"
-"""A tape that is whole and has not taken the place of the damaged one yet."""
+"""A complete new tape that has not replaced the damaged one yet."""
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """What a fragment goes on from when its newest version is lost."""
+    """A fragment whose newest version is lost, and the state to continue from."""
 
     fragment: int
     version: int
-    """The version that is lost, as far as the tape knows."""
+    """The lost version, as far as the tape knows."""
     public: int | None
-    """Checksum of its values, by which the bytes of an island can be known; None if they cannot."""
+    """Checksum of the lost values, to verify an island's copy; None if unknown."""
     source: Source
     seen: int
-    """The highest number any version of this fragment is known to have had."""
+    """The highest version number this fragment is known to have used."""
 
     @property
     def next_version(self) -> int:
@@ -82,18 +82,18 @@ class Fallback:
 
 @dataclass
 class Findings:
-    """What an opening found and did."""
+    """The opened tape, and what was found damaged."""
 
     database: sqlite3.Connection
     fallbacks: dict[int, Fallback] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
-    """One line for each thing that was not as it should be, with what it cost."""
+    problems: list[str] = field(default_factory=list)
+    """One line per problem, with what was lost."""
     healthy: bool = True
-    """Everything the tape names was found whole."""
+    """Every file that the tape names is intact."""
 
 
 def recover_identity(folder: Path) -> tuple[RunIdentity, list[str]]:
-    """The run's identity, and what was said if run.json had to be written again. Raises StoreError."""
+    """Read the run's identity, and rewrite run.json if necessary. Also returns the problems found. Raises StoreError."""
     identity, text, source = find_identity(folder)
     if not source:
         return identity, []
@@ -102,13 +102,13 @@ def recover_identity(folder: Path) -> tuple[RunIdentity, list[str]]:
             Aside(folder, "repair").move(folder / "run.json")
         DISK.write_durably(folder / "run.json", text.encode())
     except OSError as error:
-        raise StoreError(f"{folder / 'run.json'} cannot be written again: {error}") from None
-    return identity, [f"run.json was missing or damaged and is written again from {source}; nothing is lost"]
+        raise StoreError(f"{folder / 'run.json'} cannot be rewritten: {error}") from None
+    return identity, [f"run.json was missing or damaged; rewrote it from {source}; nothing is lost"]
 
 
 def open_run(folder: Path, identity: RunIdentity) -> Findings:
-    """Open the tape for writing, repaired if need be. Raises StoreError, sqlite3.Error and OSError; then nothing was changed,
-    or a repair was interrupted that the next opening finishes."""
+    """Open the tape for writing, and repair it if necessary. Raises StoreError, sqlite3.Error and OSError; then either nothing
+    was changed, or the next opening finishes the interrupted repair."""
     _finish_swap(folder)
     problem = _problem_of_tape(folder, identity)
     if problem:
@@ -116,7 +116,7 @@ def open_run(folder: Path, identity: RunIdentity) -> Findings:
     findings = Findings(db.connect(folder))
     try:
         _find_fallbacks(folder, identity, findings)
-        if db.meta(findings.database, "identity") is None:  # creation was cut short after run.json was written
+        if db.meta(findings.database, "identity") is None:  # creation was interrupted right after writing run.json
             with findings.database:
                 db.put_meta(findings.database, "identity", (folder / "run.json").read_text())
     except BaseException:
@@ -125,11 +125,11 @@ def open_run(folder: Path, identity: RunIdentity) -> Findings:
     return findings
 
 
-# ---------------------------------------------------------------- a tape that is whole
+# ---------------------------------------------------------------- intact tape
 
 
 def _problem_of_tape(folder: Path, identity: RunIdentity) -> str:
-    """In words; empty if it is whole. Raises sqlite3.Error for what is no damage, such as a full disk."""
+    """Describe the tape's damage. Returns "" if it is intact. Raises sqlite3.Error for other failures, such as a full disk."""
     if not (folder / "tape.sqlite").exists():
         return "tape.sqlite is missing"
     try:
@@ -138,7 +138,7 @@ def _problem_of_tape(folder: Path, identity: RunIdentity) -> str:
             if problem := db.problem_of(database):
                 return f"tape.sqlite is damaged: {problem}"
             if not all(db.version_rows(database, fragment.index, 1) for fragment in identity.layout.fragments):
-                return "tape.sqlite does not know every fragment"
+                return "tape.sqlite lacks some fragments"
             data = db.standing_data(database)
             Standing.from_json(data) if data is not None else Standing()
             if _is_of_another_run(database, identity):
@@ -146,43 +146,43 @@ def _problem_of_tape(folder: Path, identity: RunIdentity) -> str:
             entries, generation = db.last_entry(database), db.meta(database, "generation") or ""
             if noted_generations(folder, identity.run_id) - _generations(database):
                 return "tape.sqlite is a copy from before it was repaired"
-            noted = read_count(folder, generation)
-            ahead = max(_files_ahead(folder, identity, fragment, database, noted) for fragment in identity.layout.fragments)
-    except (sqlite3.Error, db.Torn) as error:
+            counted = read_count(folder, generation)
+            ahead = max(_files_ahead(folder, identity, fragment, database, counted) for fragment in identity.layout.fragments)
+    except (sqlite3.Error, db.DamagedRow) as error:
         if not db.is_damage(error):
             raise
         return f"tape.sqlite is damaged: {db.one_line(error)}"
     except (ValueError, KeyError, TypeError) as error:
         return f"tape.sqlite is damaged: {db.one_line(error)}"
     copy = read_standing_copy(folder, identity.run_id, generation)
-    known = max(noted, copy.entries if copy is not None else 0)
-    if known > entries:
-        return f"tape.sqlite has lost its last {known - entries} entries or more (is tape.sqlite-wal missing?)"
-    if ahead > 1 or (ahead and not noted):
+    expected = max(counted, copy.entries if copy is not None else 0)
+    if expected > entries:
+        return f"tape.sqlite has lost at least its last {expected - entries} entries (is tape.sqlite-wal missing?)"
+    if ahead > 1 or (ahead and not counted):
         return "tape.sqlite is older than the files it names (is tape.sqlite-wal missing?)"
     return ""
 
 
 def _is_of_another_run(database: sqlite3.Connection, identity: RunIdentity) -> bool:
-    text = db.meta(database, "identity")  # None if creation was cut short
+    text = db.meta(database, "identity")  # None if creation was interrupted
     return text is not None and json.loads(text)["run_id"] != identity.run_id
 
 
 def _generations(database: sqlite3.Connection) -> set[str]:
-    """This tape's, and those of the tapes it took the place of."""
+    """The generations of this tape and of those it replaced."""
     return {db.meta(database, "generation") or "", *(db.meta(database, "replaces") or "").split()} - {""}
 
 
-def _files_ahead(folder: Path, identity: RunIdentity, fragment: Fragment, database: sqlite3.Connection, noted: int) -> int:
-    """How many versions whole files are ahead of the tape. One version ahead may never have counted, so that is 0 as long as
-    the newest version that counts has its file. The first version of a stride is left by a recovery that was interrupted, if
-    the tape is known to be as long as it was."""
+def _files_ahead(folder: Path, identity: RunIdentity, fragment: Fragment, database: sqlite3.Connection, counted: int) -> int:
+    """By how many versions intact files are ahead of the tape. A single version ahead may never have been committed, so it does
+    not count while the newest committed version has its file. Nor does the first version of a stride if the tape's length is
+    known: an interrupted recovery leaves such a file."""
     head = db.newest_row(database, fragment.index)
     newer = highest_number(version_paths(folder), fragment.index)
     if newer <= head["version"] or (newer == head["version"] + 1 and (folder / "fragments" / head["file"]).exists()):
         return 0
     proven = newest_proven(versions_in(folder / "fragments"), identity.run_id, fragment)
-    if proven is not None and noted and proven.label.version % VERSION_STRIDE == 0:
+    if proven is not None and counted and proven.label.version % VERSION_STRIDE == 0:
         proven = newest_proven(versions_in(folder / "fragments"), identity.run_id, fragment, below=proven.label.version)
     return max(0, proven.label.version - head["version"]) if proven is not None else 0
 
@@ -190,8 +190,8 @@ def _files_ahead(folder: Path, identity: RunIdentity, fragment: Fragment, databa
 def _find_fallbacks(folder: Path, identity: RunIdentity, findings: Findings) -> None:
     copies: list[tuple[str, Proven]] = []
     for fragment in identity.layout.fragments:
-        head, *before = db.version_rows(findings.database, fragment.index, KEPT_VERSIONS)
-        for row in before:
+        head, *older = db.version_rows(findings.database, fragment.index, KEPT_VERSIONS)
+        for row in older:
             with contextlib.suppress(StoreError):
                 if (folder / "fragments" / row["file"]).exists():
                     read_version(folder, fragment, row)
@@ -206,14 +206,14 @@ def _find_fallbacks(folder: Path, identity: RunIdentity, findings: Findings) -> 
         if (copy := same_bytes(folder, identity, fragment, head)) is not None:
             copies.append((head["file"], copy))
             where = copy.path.parent.relative_to(folder).as_posix()
-            findings.said.append(f"{damage}; it is written again from {where}, nothing is lost")
+            findings.problems.append(f"{damage}; rewrote it from {where}; nothing is lost")
             continue
         source = newest_source(folder, identity, fragment, findings.database, below=head["version"])
         if source is None:
-            raise StoreError(f"{damage}, and no older state of fragment {fragment.index} is whole")
+            raise StoreError(f"{damage}, and no older state of fragment {fragment.index} is intact")
         seen = highest_seen(folder, fragment.index, findings.database)
         findings.fallbacks[fragment.index] = Fallback(fragment.index, head["version"], head["public"], source, seen)
-        findings.said.append(str(damage))
+        findings.problems.append(str(damage))
     for file, copy in copies:
         if (folder / "fragments" / file).exists():
             Aside(folder, "repair").move(folder / "fragments" / file)
@@ -221,50 +221,50 @@ def _find_fallbacks(folder: Path, identity: RunIdentity, findings: Findings) -> 
 
 
 def fall_back(folder: Path, identity: RunIdentity, database: sqlite3.Connection, fallback: Fallback) -> int:
-    """Make what a fragment goes on from its newest version, inside a transaction of the caller's. Returns its number. Raises
-    OSError, StoreError and sqlite3.Error."""
+    """Commit the fallback's source as a new version, inside the caller's transaction. Returns its number. Raises OSError,
+    StoreError and sqlite3.Error."""
     fragment, version, source = fallback.fragment, fallback.next_version, fallback.source
     state = source.read()
-    found, file = checksums_of(state), source.file
-    if not file:  # from elsewhere, or of no version
+    sums, file = checksums_of(state), source.file
+    if not file:  # in a snapshot or in aside/, or a good copy
         file = file_name(fragment, version)
         label = Label(identity.run_id, fragment, version, source.round, source.tokens)
-        write_version(folder, file, state, label, found.state)
-    db.put_version(database, fragment, version, source.round, file, found.state, found.public)
-    database.execute("DELETE FROM counted WHERE fragment = ?", (fragment,))  # nothing of before is progress since then
-    record = records.Recovered(fragment, fallback.version, version, source.words)
+        write_version(folder, file, state, label, sums.state)
+    db.put_version(database, fragment, version, source.round, file, sums.state, sums.public)
+    database.execute("DELETE FROM counted WHERE fragment = ?", (fragment,))  # earlier progress is not part of this state
+    record = records.Recovered(fragment, fallback.version, version, source.description)
     db.append(database, [db.TapeEntry(time.time(), record)])
     db.count_rows(database, new_versions=1)
     return version
 
 
-# ---------------------------------------------------------------- a tape that is not whole
+# ---------------------------------------------------------------- damaged tape
 
 
 def _rebuild(folder: Path, identity: RunIdentity, problem: str) -> Findings:
-    """A new tape from what is whole of the old one, and every fragment from its newest whole file."""
-    half = folder / f".{NEW_TAPE}.partial"
-    half.unlink(missing_ok=True)
+    """Build a new tape from the intact rows of the old one, and continue every fragment from its newest intact file."""
+    unfinished = folder / f".{NEW_TAPE}.partial"
+    unfinished.unlink(missing_ok=True)
     try:
-        with contextlib.closing(db.open_database(half.resolve().as_uri() + "?mode=rwc")) as target:
+        with contextlib.closing(db.open_database(unfinished.resolve().as_uri() + "?mode=rwc")) as target:
             db.make_tables(target)
-            saved, origin = db.save_what_is_whole(folder, target), "what is whole of it"
+            salvaged, origin = db.salvage(folder, target), "its intact rows"
             if _is_of_another_run(target, identity):
                 db.forget_all(target)
-                saved = db.Saved()
-            if not saved.readable and (snapshot := _newest_snapshot_tape(folder, identity)) is not None:
-                db.save_what_is_whole(snapshot, target)
-                origin = f"that of snapshot {snapshot.name}"
-            said = [f"{problem}; the tape goes on from {origin}: {_cost(saved)}"]
+                salvaged = db.Salvaged()
+            if not salvaged.readable and (snapshot := _newest_snapshot_tape(folder, identity)) is not None:
+                db.salvage(snapshot, target)
+                origin = f"the tape of snapshot {snapshot.name}"
+            problems = [f"{problem}; rebuilt from {origin}: {_tape_loss(salvaged)}"]
             standing, known = _newest_standing(folder, identity, target)
             newest = partial(_newest_of_files, folder, identity, target=target, standing=standing)
             fallbacks = [newest(fragment) for fragment in identity.layout.fragments]
-            said += [line for fallback in fallbacks if (line := _what_it_cost(fallback))]
+            problems += [continues_from(fallback) for fallback in fallbacks if fallback.source.version != fallback.version]
             if not known:
                 tokens = max(fallback.source.tokens for fallback in fallbacks)
                 standing = Standing(step=max(f.source.round for f in fallbacks), banked_tokens=tokens, phase="running")
-                said.append(f"where the run stood is lost; it goes on at {tokens:,} tokens, and data is leased from the start")
-            db.append(target, [db.TapeEntry(time.time(), records.TapeRecovered(problem, _cost(saved)))])
+                problems.append(f"the run's standing is lost; it continues at {tokens:,} tokens and leases data from the start")
+            db.append(target, [db.TapeEntry(time.time(), records.TapeRecovered(problem, _tape_loss(salvaged)))])
             for fallback in fallbacks:
                 fall_back(folder, identity, target, fallback)
             db.put_meta(target, "identity", (folder / "run.json").read_text())
@@ -272,22 +272,20 @@ def _rebuild(folder: Path, identity: RunIdentity, problem: str) -> Findings:
             db.put_meta(target, "replaces", " ".join(sorted(replaced)))
             db.put_meta(target, "generation", uuid.uuid4().hex)
             floors = tuple(fallback.next_version for fallback in fallbacks)
-            stands = replace(standing, restoring=(), recoveries=standing.recoveries + 1, floors=floors)
-            db.put_standing(target, stands.to_json())
+            recovered = replace(standing, restoring=(), recoveries=standing.recoveries + 1, floors=floors)
+            db.put_standing(target, recovered.to_json())
             db.count_rows(target)
             target.commit()
-        DISK.sync_path(half)
-        os.replace(half, folder / NEW_TAPE)
+        DISK.sync_path(unfinished)
+        os.replace(unfinished, folder / NEW_TAPE)
         DISK.sync_path(folder)
     except BaseException:
         with contextlib.suppress(OSError):
-            half.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
         raise
     if not _finish_swap(folder):
-        raise StoreError(
-            f"{folder / NEW_TAPE} cannot be read back; it was moved to aside/, and the damaged tape is still there"
-        )
-    return Findings(db.connect(folder), said=said, healthy=False)
+        raise StoreError(f"{folder / NEW_TAPE} cannot be read back; moved it to aside/ and left the damaged tape in place")
+    return Findings(db.connect(folder), problems=problems, healthy=False)
 
 
 def _newest_snapshot_tape(folder: Path, identity: RunIdentity) -> Path | None:
@@ -299,9 +297,9 @@ def _newest_snapshot_tape(folder: Path, identity: RunIdentity) -> Path | None:
 
 
 def _newest_standing(folder: Path, identity: RunIdentity, target: sqlite3.Connection) -> tuple[Standing, bool]:
-    """The latest there is, and whether there is one."""
+    """The newest standing from the tape or standing.json, and whether one was found."""
     found: list[Standing] = []
-    with contextlib.suppress(db.Torn, ValueError, KeyError, TypeError):
+    with contextlib.suppress(db.DamagedRow, ValueError, KeyError, TypeError):
         if (data := db.standing_data(target)) is not None:
             found.append(Standing.from_json(data))
     if (copy := read_standing_copy(folder, identity.run_id)) is not None:
@@ -315,43 +313,44 @@ def _newest_of_files(
 ) -> Fallback:
     source = newest_source(folder, identity, fragment, target)
     if source is None:
-        raise StoreError(f"{folder} has no whole tape, and no whole file of fragment {fragment.index}")
+        raise StoreError(f"{folder} has no intact tape, and no intact file of fragment {fragment.index}")
     seen = highest_seen(folder, fragment.index, target, standing)
     return Fallback(fragment.index, seen, None, source, seen)
 
 
-def _what_it_cost(fallback: Fallback) -> str:
-    if fallback.source.version == fallback.version:
-        return ""
-    return f"fragment {fallback.fragment} goes on from {fallback.source.words}: what was merged since then is lost"
+def continues_from(fallback: Fallback) -> str:
+    """The log line for a fragment that fell back."""
+    return f"fragment {fallback.fragment} continues from {fallback.source.description}; later merges are lost"
 
 
-def _cost(saved: db.Saved) -> str:
+def _tape_loss(salvaged: db.Salvaged) -> str:
     parts = []
-    if not saved.readable:
+    if not salvaged.readable:
         parts.append("its history is lost")
-    elif missing := saved.missing("tape", "entries"):
+    elif missing := salvaged.missing("tape", "entries"):
         parts.append(f"at least {missing} entries of its history are lost")
-    parts.append("each fragment loses what islands did since it was last merged, and samples leased last may be used twice")
+    parts.append(
+        "each fragment loses the islands' progress since its last merge, and the last leased samples may be used twice"
+    )
     return ", ".join(parts)
 
 
 def _finish_swap(folder: Path) -> bool:
-    """A new tape takes the place of the damaged one, which is moved aside. Done again if it was interrupted. False if there is
-    no new tape, or it is not whole."""
+    """Replace a damaged tape with the new one, if there is one, and move it aside. Resumes after an interruption. Returns False
+    if there is no new tape, or it is damaged."""
     new = folder / NEW_TAPE
     if not new.exists():
         return False
     aside = Aside(folder, "repair")
     try:
         with contextlib.closing(db.open_database(f"{new.resolve().as_uri()}?mode=ro&immutable=1")) as database:
-            whole = not db.problem_of(database)
+            intact = not db.problem_of(database)
     except sqlite3.Error:
-        whole = False
-    if not whole:
+        intact = False
+    if not intact:
         aside.move(new)
         return False
-    for name in reversed(db.TAPE_FILES):  # the file itself last: a log without its file is nothing
+    for name in reversed(db.TAPE_FILES):  # the database last: its log is useless without it
         if (folder / name).exists():
             aside.move(folder / name)
     os.replace(new, folder / "tape.sqlite")

@@ -1,5 +1,4 @@
-"""A run made from a snapshot. A snapshot whose files do not match its manifest is passed over; the newest that has the state of
-every island is used, and only if there is none, the newest that lacks some."""
+"""Restores a run from a snapshot."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ from skerry.syncer.storage.store import RunStore
 from skerry.syncer.storage.version_file import Label, label_of, read_version, write_version
 
 SNAPSHOT_FORMAT = 3
-_FACTS = {"number": int, "step": int, "tokens": int, "islands": dict, "files": dict}
+_REQUIRED = {"number": int, "step": int, "tokens": int, "islands": dict, "files": dict}
+"""Fields of a manifest, and their types."""
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
@@ -32,42 +32,42 @@ def manifest_text(manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any]:
-    """Raises StoreError if it is not what was written."""
+    """Read a snapshot's manifest. Raises StoreError if it is missing or damaged."""
     path = snapshot / "manifest.json"
     try:
-        outside = json.loads(path.read_text())
-        manifest: dict[str, Any] = outside["manifest"]
-        if outside["checksum"] != checksum(json.dumps(manifest).encode()):
-            raise StoreError(f"{path} is damaged: its content does not match its checksum")
+        envelope = json.loads(path.read_text())
+        manifest: dict[str, Any] = envelope["manifest"]
+        if envelope["checksum"] != checksum(json.dumps(manifest).encode()):
+            raise StoreError(f"{path} is damaged: the content does not match its checksum")
         if manifest["format"] != SNAPSHOT_FORMAT:
             raise StoreError(f"{snapshot} has snapshot format {manifest['format']}, this Skerry reads {SNAPSHOT_FORMAT}")
-        if not all(isinstance(manifest[name], kind) for name, kind in _FACTS.items()):
-            raise StoreError(f"{path} is damaged: it lacks facts")
+        if not all(isinstance(manifest[name], kind) for name, kind in _REQUIRED.items()):
+            raise StoreError(f"{path} is damaged: a field has the wrong type")
     except FileNotFoundError as error:
-        raise StoreError(f"{snapshot} is no whole snapshot: {error.filename} is missing") from None
+        raise StoreError(f"{snapshot} is not a complete snapshot: {error.filename} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{snapshot} cannot be read: {error}") from None
     return manifest
 
 
 def check(snapshot: Path) -> dict[str, Any]:
-    """The manifest of a snapshot that is whole. Raises StoreError that says what is wrong with it."""
+    """Verify every file of a snapshot. Returns its manifest. Raises StoreError that says what is wrong."""
     manifest = read_manifest(snapshot)
     for name, (size, expected) in manifest["files"].items():
         path = snapshot / name
         try:
             if path.stat().st_size != size or file_checksum(path) != expected:
-                raise StoreError(f"{path} is damaged: its content does not match the manifest")
+                raise StoreError(f"{path} is damaged: the content does not match the manifest")
         except FileNotFoundError:
-            raise StoreError(f"{snapshot} is no whole snapshot: {path} is missing") from None
+            raise StoreError(f"{snapshot} is not a complete snapshot: {path} is missing") from None
         except OSError as error:
             raise StoreError(f"{snapshot} cannot be read: {error}") from None
     return manifest
 
 
 def newest_complete(folder: Path, say: Callable[[str], None]) -> Path:
-    """Of a run folder the newest snapshot that is whole and has the state of every island, or else the newest that is whole; or
-    the folder itself, if it is a snapshot. Says what is passed over."""
+    """Pick the snapshot to restore: the newest intact one with the state of every island, or else the newest intact one. If
+    `folder` is itself a snapshot, it is used. Reports through `say` what was skipped. Raises StoreError."""
     if (folder / "manifest.json").exists():
         check(folder)
         return folder
@@ -76,24 +76,24 @@ def newest_complete(folder: Path, say: Callable[[str], None]) -> Path:
         try:
             islands = check(snapshot)["islands"]
         except StoreError as error:
-            say(f"passed over: {error}")
+            say(f"skipped: {error}")
             continue
-        missing = sorted(name for name, kept in islands.items() if kept != "kept")
+        missing = sorted(name for name, state in islands.items() if state != "kept")
         if not missing:
-            for passed, names in incomplete:
-                say(f"passed over: {passed} is newer but lacks the inner state of {', '.join(names)}")
+            for skipped, names in incomplete:
+                say(f"skipped: {skipped} is newer but lacks the inner state of {', '.join(names)}")
             return snapshot
         incomplete.append((snapshot, missing))
     if incomplete:
         snapshot, names = incomplete[0]
-        say(f"no snapshot has the state of every island; {snapshot} lacks that of {', '.join(names)}")
+        say(f"no snapshot has the state of every island; using {snapshot}, which lacks {', '.join(names)}")
         return snapshot
-    raise StoreError(f"{folder} has no whole snapshot")
+    raise StoreError(f"{folder} has no intact snapshot")
 
 
 def restore(snapshot: Path, target: Path, islands: int = 0) -> dict[str, Any]:
-    """Make a run folder from a snapshot that is whole. It is a run of its own: islands of the other one are not let in. With
-    `islands` the job is set up for another number of them."""
+    """Create a run folder from a snapshot. It is a new run: islands of the old one cannot join it. `islands` changes the number
+    of islands in the job. Returns the manifest. Raises StoreError."""
     manifest = check(snapshot)
     if target.exists() and any(target.iterdir()):
         raise StoreError(f"{target} exists and is not empty")
@@ -105,7 +105,7 @@ def restore(snapshot: Path, target: Path, islands: int = 0) -> dict[str, Any]:
             shutil.copyfile(snapshot / name, partial / name)
             DISK.sync_path(partial / name)
         identity = json.loads((snapshot / "run.json").read_text())
-        before, identity["run_id"] = identity["run_id"], uuid.uuid4().hex
+        old_run_id, identity["run_id"] = identity["run_id"], uuid.uuid4().hex
         if identity["job"] is not None:
             identity["job"]["run"] = str(target)
             count = identity["job"]["islands"]["count"] = islands or identity["job"]["islands"]["count"]
@@ -113,7 +113,7 @@ def restore(snapshot: Path, target: Path, islands: int = 0) -> dict[str, Any]:
             DISK.write_durably(partial / "config.json", json.dumps(identity["job"], indent=2).encode() + b"\n")
         DISK.write_durably(partial / "run.json", identity_text(identity).encode())
         _relabel(partial)
-        _let_go(partial, records.RestoredFrom(before, manifest["number"], manifest["step"]))
+        _end_sessions(partial, records.RestoredFrom(old_run_id, manifest["number"], manifest["step"]))
         for folder in [partial, *(path for path in partial.rglob("*") if path.is_dir())]:
             DISK.sync_path(folder)
         if target.exists():
@@ -121,7 +121,7 @@ def restore(snapshot: Path, target: Path, islands: int = 0) -> dict[str, Any]:
         os.replace(partial, target)
         DISK.sync_path(target.parent)
     except OSError as error:
-        raise StoreError(f"{target} cannot be made from {snapshot}: {error}") from error
+        raise StoreError(f"cannot restore {snapshot} to {target}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
@@ -133,7 +133,7 @@ def make_empty(folder: Path) -> None:
 
 
 def _relabel(folder: Path) -> None:
-    """Versions and the tape name the run they belong to, which is another one now."""
+    """Write the new run's id into the version files and the tape."""
     identity = read_identity(folder)
     database = db.connect(folder)
     try:
@@ -150,15 +150,15 @@ def _relabel(folder: Path) -> None:
         database.close()
 
 
-def _let_go(folder: Path, told: records.RestoredFrom) -> None:
-    """The sessions of the run that was cut are none of this one: what they held is leased to others."""
+def _end_sessions(folder: Path, restored: records.RestoredFrom) -> None:
+    """End the old run's sessions and return their leases."""
     store = RunStore(folder)
     try:
         _, progress, standing = store.load()
         if standing.phase in ("closing", "ended"):
-            raise StoreError("the run had reached its end when the snapshot was taken, so there is nothing to go on with")
+            raise StoreError("the run had already ended when the snapshot was taken; there is nothing to continue")
         core = SyncerCore(store.identity.sync, len(progress), progress=progress, standing=standing)
-        given_back = core.let_go_of_all("the run was restored from a snapshot")
-        store.commit([], core.standing(), [TapeEntry(time.time(), record) for record in (told, *given_back)])
+        returned = core.let_go_of_all("the run was restored from a snapshot")
+        store.commit([], core.standing(), [TapeEntry(time.time(), record) for record in (restored, *returned)])
     finally:
         store.close()

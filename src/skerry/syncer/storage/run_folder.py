@@ -1,11 +1,11 @@
-"""The run folder as files: what lies where, and how it is read, by the syncer and by others beside it.
+"""The run folder: its files, and how to read them. Safe to use beside a running syncer.
 
-run.json                 the run's identity, model and settings; written once, last of all when a run is created
-fixed.safetensors        tensors nobody trains
+run.json                 the run's identity, model and settings; written once, when creation is complete
+fixed.safetensors        tensors that are not trained
 fragments/FFFF-VVVVVVVV.safetensors   values and outer momentum of one version of one fragment
-tape.sqlite              which versions count, the order of all decisions, where the run stands
-standing.json            where the run stood a few seconds ago, for the day the tape is lost
-aside/NNNN-WHY/          what an opening found left over or damaged; read only when something else is lost
+tape.sqlite              committed versions, all decisions in order, and the run's standing
+standing.json            a recent copy of the standing, in case the tape is lost
+aside/NNNN-WHY/          damaged and leftover files, moved there when the folder was opened; read only for recovery
 """
 
 from __future__ import annotations
@@ -49,49 +49,49 @@ class RunIdentity:
 
 
 class DamagedIdentity(Exception):
-    """This is not what was written to run.json."""
+    """run.json does not hold what was written to it."""
 
 
 def read_identity(folder: Path) -> RunIdentity:
-    """Raises StoreError."""
+    """Read run.json. Raises StoreError."""
     path = folder / "run.json"
     try:
         return _parse_identity(path.read_text(), folder)
     except FileNotFoundError:
-        raise StoreError(f"{folder} holds no run (there is no run.json)") from None
+        raise StoreError(f"{folder} holds no run (run.json is missing)") from None
     except (OSError, UnicodeDecodeError, DamagedIdentity) as error:
         raise StoreError(f"{path} cannot be read: {error}") from None
 
 
 def _parse_identity(text: str, folder: Path) -> RunIdentity:
-    """Raises DamagedIdentity; or StoreError if it is whole but of another release."""
+    """Raises DamagedIdentity, or StoreError if the text is intact but has another format."""
     try:
         data = json.loads(text)
         expected = data.pop("checksum", None)
         if expected is not None and expected != checksum(json.dumps(data).encode()):
-            raise DamagedIdentity("its content does not match its checksum")
+            raise DamagedIdentity("the content does not match its checksum")
         if data["format"] != FORMAT:
             raise StoreError(f"{folder} has run format {data['format']}, this Skerry reads {FORMAT}")
         if expected is None:
-            raise DamagedIdentity("it has no checksum")
+            raise DamagedIdentity("the checksum is missing")
         specs = [TensorSpec(name, tuple(shape), dtype, rule) for name, shape, dtype, rule in data["tensors"]]
         sync = from_json(SyncConfig, json.dumps(data["sync"]))
         job = json.dumps(data["job"]) if data["job"] is not None else ""
         return RunIdentity(data["run_id"], data["fixed_checksum"], split(specs, sync.fragments), sync, job)
     except (StoreError, DamagedIdentity):
         raise
-    except Exception as error:  # damaged text can be anything, and be taken for anything
+    except Exception as error:  # damaged text can fail in any way
         raise DamagedIdentity(str(error) or repr(error)) from None
 
 
 def find_identity(folder: Path) -> tuple[RunIdentity, str, str]:
-    """The run's identity, its text, and where it was found if not in run.json. Raises StoreError."""
+    """Find the run's identity. Returns it, its text, and its source if that is not run.json. Raises StoreError."""
     path = folder / "run.json"
     try:
         text = path.read_text()
         return _parse_identity(text, folder), text, ""
     except FileNotFoundError:
-        damage = f"{folder} holds no run (there is no run.json)"
+        damage = f"{folder} holds no run (run.json is missing)"
     except (OSError, UnicodeDecodeError, DamagedIdentity) as error:
         damage = f"{path} cannot be read: {error}"
     for text, source in _copies_of_identity(folder):
@@ -103,7 +103,7 @@ def find_identity(folder: Path) -> tuple[RunIdentity, str, str]:
 
 
 def _may_belong_to(folder: Path, identity: RunIdentity) -> bool:
-    """A tape that was put here by mistake must not make this folder another run."""
+    """Whether the version files fit this identity. A tape copied here by mistake must not turn the folder into another run."""
     labels = [label_of(path) for path in (folder / "fragments").glob("*.safetensors")]
     known = {found[0].run_id for found in labels if found is not None}
     return not known or identity.run_id in known
@@ -122,12 +122,13 @@ def _copies_of_identity(folder: Path) -> list[tuple[str, str]]:
 
 
 def snapshot_folders(folder: Path) -> list[Path]:
-    """Oldest first, whole or not."""
+    """Folders of all snapshots, oldest first. Their content is not checked."""
     return sorted(path for path in (folder / "snapshots").glob("*") if re.fullmatch(r"\d{6,}", path.name))
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run was ever made here, even if run.json is gone. A creation that was cut short left only version 0."""
+    """Whether a run was ever created here, even if run.json is gone since."""
+    # An interrupted creation leaves at most version 0 of the fragments.
     if any((folder / name).exists() for name in ("run.json", "standing.json", "good", "snapshots", "aside")):
         return True
     numbers = [numbers_of(path.name) for path in (folder / "fragments").glob("*")]
@@ -135,13 +136,13 @@ def is_run(folder: Path) -> bool:
 
 
 def identity_text(data: dict[str, Any]) -> str:
-    """As run.json has it."""
+    """The content of run.json for this identity, with its checksum."""
     plain = json.loads(json.dumps({key: value for key, value in data.items() if key != "checksum"}))
     return json.dumps({**plain, "checksum": checksum(json.dumps(plain).encode())}, indent=1)
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
-    """The run's newest tensors by name, in their own types. Safe beside a running syncer; fragments may differ in age."""
+    """Read the run's newest tensors by name, in their own dtypes. Beside a running syncer, fragments may differ in age."""
     identity = read_identity(folder)
     layout = identity.layout
     flat = {s.name: torch.empty(s.numel, dtype=torch.float32) for s in layout.tensors if s.rule != "fixed"}
@@ -157,7 +158,7 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
 
 def read_values(folder: Path, identity: RunIdentity) -> list[Tensor]:
-    """The newest values of every fragment. Safe beside a running syncer."""
+    """Read the newest values of every fragment."""
 
     def read(database: sqlite3.Connection) -> list[Tensor]:
         return [_read_newest(folder, identity, database, fragment).values for fragment in identity.layout.fragments]
@@ -165,12 +166,12 @@ def read_values(folder: Path, identity: RunIdentity) -> list[Tensor]:
     try:
         return ask(folder, read)
     except StoreError:
-        # Without its tape a run is still its files, of which each says which version it is.
+        # Version files identify themselves, so the tape is not strictly needed.
         found = [_newest_file(folder, identity, fragment) for fragment in identity.layout.fragments]
         states = [state for state in found if state is not None]
         if len(states) < len(found):
             raise
-        log.warning("the tape of %s cannot be read; the newest whole files are used", folder)
+        log.warning("the tape of %s cannot be read; using the newest intact file of each fragment", folder)
         return [state.values for state in states]
 
 
@@ -178,7 +179,7 @@ def _read_newest(folder: Path, identity: RunIdentity, database: sqlite3.Connecti
     row = newest_row(database, fragment.index)
     for _ in range(100):
         with contextlib.suppress(FileNotFoundError):
-            # A running syncer may replace the file between our two looks; then there is a newer row.
+            # A running syncer may delete the file after we read its row. Then a newer row exists.
             try:
                 return read_version(folder, fragment, row, missing_is_damage=False)
             except StoreError as error:
@@ -186,16 +187,16 @@ def _read_newest(folder: Path, identity: RunIdentity, database: sqlite3.Connecti
                 break
         newer = newest_row(database, fragment.index)
         if newer["version"] == row["version"]:
-            damage = StoreError(f"{folder / 'fragments' / row['file']} is missing, but the tape counts on it")
+            damage = StoreError(f"{folder / 'fragments' / row['file']} is missing, but the tape refers to it")
             break
         row = newer
     else:
         raise StoreError(f"fragment {fragment.index} changes faster than it can be read")
-    # In a copy made while the run went on, files may be older or newer than the tape.
+    # A folder copied during the run may hold files older or newer than its tape.
     state = _newest_file(folder, identity, fragment)
     if state is None:
         raise damage
-    log.warning("%s; the newest whole file of fragment %d is used", damage, fragment.index)
+    log.warning("%s; using the newest intact file of fragment %d", damage, fragment.index)
     return state
 
 
@@ -210,28 +211,27 @@ def read_standing(folder: Path) -> Standing:
 
 
 def read_tape(folder: Path, kinds: Sequence[type[TapeRecord]], see: Callable[[TapeRecord], None]) -> Standing:
-    """Show the records of these kinds, one by one, and return where the run stood at that moment. Safe beside a running
-    syncer."""
+    """Call `see` with each record of these kinds, in order. Returns the run's standing at the same moment."""
 
     def read(database: sqlite3.Connection) -> dict[str, Any] | None:
-        database.execute("BEGIN")  # both of one moment
+        database.execute("BEGIN")  # records and standing must be of the same moment
         for entry in entries_of(database, kinds):
             see(entry.record)
         return standing_data(database)
 
-    data = ask(folder, read, look_first=True)
+    data = ask(folder, read, check_first=True)
     return Standing.from_json(data) if data is not None else Standing()
 
 
 def read_span_s(folder: Path) -> float:
-    """Seconds from the start of training to the end of the run, by the tape."""
+    """Seconds from the start of training to the end of the run, according to the tape. 0 if it has not ended."""
     query = "SELECT max(CASE kind WHEN 'ended' THEN at END) - min(CASE kind WHEN 'began' THEN at END) AS span FROM tape"
     span = ask(folder, lambda database: database.execute(query).fetchone()["span"])
     return float(span) if span is not None else 0.0
 
 
 def read_checksums(folder: Path) -> dict[tuple[int, int], int]:
-    """Of every version that ever counted, by fragment and version."""
+    """Checksum of every version ever committed, by fragment and version."""
     query = "SELECT fragment, version, checksum FROM versions"
     rows = ask(folder, lambda database: database.execute(query).fetchall())
     return {(row["fragment"], row["version"]): row["checksum"] for row in rows}
@@ -244,5 +244,5 @@ def read_fixed(folder: Path, identity: RunIdentity) -> bytes:
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from None
     if checksum(data) != identity.fixed_checksum:
-        raise StoreError(f"{path} is damaged: its content does not match the run's checksum")
+        raise StoreError(f"{path} is damaged: the content does not match the run's checksum")
     return data

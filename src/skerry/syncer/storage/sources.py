@@ -1,5 +1,7 @@
-"""Where a state of a fragment can be found when its newest version is lost: among the fragments, in snapshots, in `aside/`,
-and last in a good copy. Only looks."""
+"""Finds a state to continue from when a fragment's newest version is lost: in `fragments/`, snapshots, `aside/` or a good copy.
+
+Changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,25 @@ from skerry.tensors.fragments import Fragment
 from skerry.tensors.merge import FragmentState
 
 KEPT_VERSIONS = 2
-"""Files of each fragment that stay: the newest, and the one before for readers that are in the middle of it."""
+"""Version files kept per fragment: the newest, and the previous one for concurrent readers."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A state of a fragment that was found whole."""
+    """An intact state of a fragment."""
 
     read: Callable[[], FragmentState]
     version: int
-    """-1 for a good copy, which is of no version."""
+    """-1 for a good copy, which belongs to no version."""
     round: int
     tokens: int
-    words: str
+    description: str
     file: str = ""
-    """Its name, if it lies among the fragments and can go on being used there."""
+    """Its file name if it is in `fragments/` and can stay there."""
 
 
 def same_bytes(folder: Path, identity: RunIdentity, fragment: Fragment, row: sqlite3.Row) -> Proven | None:
-    """Another file with the version that this row names, in a snapshot or in `aside/`."""
+    """Find another intact file with the content that this row names, in a snapshot or in `aside/`."""
     for path in version_paths(folder):
         labelled = label_of(path) if (numbers_of(path.name) or (-1,))[0] == fragment.index else None
         if labelled is not None and labelled[1] == row["checksum"]:
@@ -51,7 +53,7 @@ def same_bytes(folder: Path, identity: RunIdentity, fragment: Fragment, row: sql
 def newest_source(
     folder: Path, identity: RunIdentity, fragment: Fragment, database: sqlite3.Connection, below: int | None = None
 ) -> Source | None:
-    """The newest state that can be proven, by the tape's rows, by the label in a file, or by a snapshot's own tape."""
+    """Find the newest state that verifies against the tape, its own label, or a snapshot's tape; else a good copy."""
     found = [
         *_by_rows(folder, fragment, db.version_rows(database, fragment.index, KEPT_VERSIONS), below),
         *_by_label(folder, identity, fragment, below),
@@ -65,8 +67,8 @@ def _by_rows(folder: Path, fragment: Fragment, rows: Sequence[sqlite3.Row], belo
         if below is None or row["version"] < below:
             with contextlib.suppress(StoreError):
                 read_version(folder, fragment, row)
-                read, words = partial(read_version, folder, fragment, dict(row)), f"version {row['version']}{where}"
-                return [Source(read, row["version"], row["round"], 0, words, "" if where else row["file"])]
+                read, description = partial(read_version, folder, fragment, dict(row)), f"version {row['version']}{where}"
+                return [Source(read, row["version"], row["round"], 0, description, "" if where else row["file"])]
     return []
 
 
@@ -74,10 +76,10 @@ def _by_label(folder: Path, identity: RunIdentity, fragment: Fragment, below: in
     proven = newest_proven(version_paths(folder), identity.run_id, fragment, below)
     if proven is None:
         return []
-    place = proven.path.relative_to(folder).parts
-    where = "" if place[0] == "fragments" else f" in {'/'.join(place[:2])}"
+    parts = proven.path.relative_to(folder).parts
+    where = "" if parts[0] == "fragments" else f" in {'/'.join(parts[:2])}"
     label, read = proven.label, partial(_read_again, proven.path, identity.run_id, fragment)
-    file = proven.path.name if place[0] == "fragments" else ""
+    file = proven.path.name if parts[0] == "fragments" else ""
     return [Source(read, label.version, label.round, label.tokens, f"version {label.version}{where}", file)]
 
 
@@ -103,7 +105,7 @@ def _good_copy(folder: Path, fragment: Fragment) -> Source | None:
 def _read_again(path: Path, run_id: str, fragment: Fragment) -> FragmentState:
     proven = prove(path, run_id, fragment)
     if proven is None:
-        raise StoreError(f"{path} has changed since it was looked at")
+        raise StoreError(f"{path} has changed since it was checked")
     return proven.state
 
 
@@ -112,13 +114,13 @@ def _read_good(good: GoodCopies, step: int, fragment: Fragment) -> FragmentState
 
 
 def version_paths(folder: Path) -> list[Path]:
-    """Every file that may be a version of this run's, wherever it lies."""
-    places = [folder / "fragments", *(snapshot / "fragments" for snapshot in snapshot_folders(folder))]
-    return [path for place in (*places, *sorted((folder / "aside").glob("*"))) for path in versions_in(place)]
+    """Every file that may hold a version: in `fragments/`, in snapshots and in `aside/`."""
+    folders = [folder / "fragments", *(snapshot / "fragments" for snapshot in snapshot_folders(folder))]
+    return [path for parent in (*folders, *sorted((folder / "aside").glob("*"))) for path in versions_in(parent)]
 
 
-def versions_in(place: Path) -> list[Path]:
-    return sorted(place.glob("*.safetensors"))
+def versions_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
 
 
 def highest_number(paths: Sequence[Path], fragment: int) -> int:
@@ -127,6 +129,7 @@ def highest_number(paths: Sequence[Path], fragment: int) -> int:
 
 
 def highest_seen(folder: Path, fragment: int, database: sqlite3.Connection, standing: Standing | None = None) -> int:
+    """The highest version number that this fragment is known to have used."""
     rows = db.version_rows(database, fragment, 1)
     floors = standing.floors if standing is not None else ()
     floor = floors[fragment] if fragment < len(floors) else 0

@@ -1,5 +1,8 @@
-"""Spares for the day the tape is lost: where the run stood a second ago, and how long the tape was. Neither is synced, because
-in a power cut the tape itself is safe. Both name the tape's generation: a rebuilt tape starts a new one."""
+"""Backups for a lost or truncated tape: a recent copy of the standing, and the tape's length.
+
+Neither is synced, because the tape itself survives a power cut. Both name the tape's generation, which changes when the tape is
+rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from skerry.durable import DISK
 
 @dataclass(frozen=True)
 class StandingCopy:
-    """Where the run stood after this many entries of the tape."""
+    """The run's standing after this many tape entries."""
 
     entries: int
     standing: Standing
@@ -24,18 +27,18 @@ class StandingCopy:
 
 
 def write_standing_copy(folder: Path, run_id: str, generation: str, entries: int, standing: Standing) -> None:
-    """Raises OSError."""
+    """Write standing.json. Raises OSError."""
     text = json.dumps({"run_id": run_id, "generation": generation, "entries": entries, "standing": standing.to_json()})
     DISK.write_whole(folder / "standing.json", json.dumps({"checksum": checksum(text.encode()), "text": text}).encode())
 
 
 def read_standing_copy(folder: Path, run_id: str, generation: str | None = None) -> StandingCopy | None:
-    """None if there is none of this run, or of this generation of its tape if one is given."""
+    """Read standing.json. Returns None if it is missing, damaged, or belongs to another run or (if given) generation."""
     try:
-        outside = json.loads((folder / "standing.json").read_text())
-        if outside["checksum"] != checksum(outside["text"].encode()):
+        envelope = json.loads((folder / "standing.json").read_text())
+        if envelope["checksum"] != checksum(envelope["text"].encode()):
             return None
-        data = json.loads(outside["text"])
+        data = json.loads(envelope["text"])
         if data["run_id"] != run_id or generation not in (None, data["generation"]):
             return None
         return StandingCopy(int(data["entries"]), Standing.from_json(data["standing"]), str(data["generation"]))
@@ -44,25 +47,26 @@ def read_standing_copy(folder: Path, run_id: str, generation: str | None = None)
 
 
 def write_count(lock: int, generation: str, entries: int) -> None:
-    """Note in the lock file how long the tape is: whoever finds a shorter one knows that its log is gone."""
+    """Store the tape's length in the lock file. A tape found shorter than this has lost its log."""
     text = f"{generation} {entries:020d}"
     with contextlib.suppress(OSError):
         os.pwrite(lock, f"{text} {checksum(text.encode()):08x}\n".encode(), 0)
 
 
 def read_count(folder: Path, generation: str) -> int:
-    """0 if nothing is known of this generation."""
+    """Read the tape's length from the lock file. Returns 0 if it is unknown for this generation."""
     found, entries = _read_lock(folder)
     return entries if found == generation else 0
 
 
 def noted_generations(folder: Path, run_id: str) -> set[str]:
-    """Generations of the tape that the spares name."""
+    """Generations of the tape that standing.json and the lock file name."""
     copy = read_standing_copy(folder, run_id)
     return {_read_lock(folder)[0], copy.generation if copy is not None else ""} - {""}
 
 
 def _read_lock(folder: Path) -> tuple[str, int]:
+    """The tape's generation and length, or "" and 0 if unknown."""
     try:
         found, entries, seal = (folder / "lock").read_text().split()
         text = f"{found} {entries}"

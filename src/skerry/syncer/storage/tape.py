@@ -1,8 +1,8 @@
-"""Writing records to the tape. Merges that become ready while the disk is busy are committed together.
+"""Writes records to the tape. Merges that become ready while the disk is busy are committed together.
 
-While the disk takes nothing, records wait in memory: the first `WAITING` of them, in order. Later ones are only counted, and a
-TapeGap record says how many of which kind are missing. Nothing is missing about merges: they wait themselves. A merge that
-fails again and again is one record with a count.
+While the disk rejects writes, the first `WAITING` records are buffered in memory, in order. Later ones are dropped, and a
+TapeGap record counts them by kind. Merges are never dropped: they do not happen until they are written. Repeated failures of
+the same merge are folded into one record with a count.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from skerry.syncer.storage.store import RunStore, Written
 T = TypeVar("T")
 
 WAITING = 10_000
+"""Records buffered while the disk rejects writes."""
 ALWAYS_KEPT = (
     records.Began,
     records.Closing,
@@ -33,7 +34,7 @@ ALWAYS_KEPT = (
     records.Banked,
     records.Journaled,
 )
-"""The length of a run is read from the first three; the ledger and replays need the others."""
+"""Records that are buffered beyond `WAITING`. The first three give the run's length; the ledger and replay need the others."""
 
 
 class Tape:
@@ -42,16 +43,16 @@ class Tape:
         self._standing = standing
         self._entries: list[TapeEntry] = []
         self._gap: int | None = None
-        """Where in the list the gap record is."""
+        """Index of the TapeGap record in `_entries`."""
         self._failures: dict[tuple[int, int], int] = {}
-        """Fragment and round → where in the list the record of its failed merge is."""
+        """Fragment and round → index of its MergeFailed record in `_entries`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skerry-tape")
         self._writing = asyncio.Lock()
         self._ready: list[tuple[Written, asyncio.Future[None]]] = []
         self._committing: asyncio.Task[None] | None = None
 
     def record(self, record: TapeRecord) -> None:
-        """Written with the next commit or flush."""
+        """Queue a record for the next commit or flush."""
         self._keep(TapeEntry(time.time(), record))
 
     def _keep(self, entry: TapeEntry) -> None:
@@ -74,29 +75,29 @@ class Tape:
             missing = {**known.record.missing, record.kind: known.record.missing.get(record.kind, 0) + 1}
             self._put(self._gap, known.at, records.TapeGap(missing, entry.at))
 
-    def _put(self, place: int, at: float, record: TapeRecord) -> None:
-        self._entries[place] = TapeEntry(at, record)
+    def _put(self, index: int, at: float, record: TapeRecord) -> None:
+        self._entries[index] = TapeEntry(at, record)
 
     def _take(self) -> list[TapeEntry]:
-        """Everything that waits. It no longer changes, because another thread reads it."""
+        """Remove and return the queue. The list must not change afterwards: the tape thread reads it."""
         entries, self._entries = self._entries, []
         self._gap = None
         self._failures = {}
         return entries
 
     def _put_back(self, entries: list[TapeEntry]) -> None:
-        since = self._take()
+        newer = self._take()
         self._entries = entries
-        for place, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             if isinstance(entry.record, records.TapeGap):
-                self._gap = place
+                self._gap = index
             elif isinstance(entry.record, records.MergeFailed):
-                self._failures[entry.record.fragment, entry.record.round] = place
-        for entry in since:
+                self._failures[entry.record.fragment, entry.record.round] = index
+        for entry in newer:
             self._keep(entry)
 
     async def commit(self, written: Written) -> None:
-        """Returns once the merge cannot be lost any more; raises if it did not happen."""
+        """Return once the merge is durable. Raises StoreError if it could not be written."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ready.append((written, done))
         if self._committing is None:
@@ -112,7 +113,7 @@ class Tape:
                 try:
                     await self._write([written for written, _ in batch], entries + merged)
                 except Exception as error:
-                    # These merges did not happen; everything else waits for the next write.
+                    # The caller retries the merges; the other records wait for the next write.
                     self._put_back(entries)
                     for _, done in batch:
                         done.set_exception(error)
@@ -126,8 +127,8 @@ class Tape:
         await loop.run_in_executor(self._thread, self._store.commit, merges, self._standing(), entries)
 
     async def flush(self) -> bool:
-        """Whether everything recorded before is written now."""
-        # A caller may be cancelled, but what was taken to be written must be written or put back.
+        """Write all queued records. Returns False if the disk rejected them; they stay queued."""
+        # Shielded: if the caller is cancelled, the records taken from the queue must still be written or put back.
         return await asyncio.shield(asyncio.get_running_loop().create_task(self._flush()))
 
     async def _flush(self) -> bool:
@@ -144,7 +145,7 @@ class Tape:
             return True
 
     async def between_commits(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Do something in the tape's thread while nothing is written."""
+        """Run `work` in the tape's thread while no commit is in flight."""
         async with self._writing:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
@@ -155,7 +156,7 @@ class Tape:
             await self.flush()
         self._thread.shutdown()
         if self._entries:
-            raise StoreError(f"the last {len(self._entries)} records could not be written to the tape")
+            raise StoreError(f"could not write the last {len(self._entries)} records to the tape")
 
 
 def _merged(written: Written) -> TapeEntry:

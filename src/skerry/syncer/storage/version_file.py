@@ -1,7 +1,7 @@
-"""One version of one fragment as a file that proves itself: whose it is, which version, and that every byte is as written.
+"""Self-describing files that hold one version of one fragment each.
 
-The tape also has the checksum of each version that counts. The label in the file itself is for the day the tape is lost: the
-newest version of a fragment can then still be found among the files, and be trusted.
+The tape has the checksum of each committed version. The file repeats it, in a label with the run, fragment and version. If the
+tape is lost, the newest intact version of a fragment can still be found and verified from the files alone.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _NAME = re.compile(r"(\d{4,})-(\d{8,})(-[0-9a-z-]+)?\.safetensors")
 
 @dataclass(frozen=True)
 class Label:
-    """What a version's file says about itself."""
+    """Identity of the version in a file."""
 
     run_id: str
     fragment: int
     version: int
     round: int
-    """The round it was merged in."""
+    """The round that merged it."""
     tokens: int = 0
-    """Tokens the run had trained on by then."""
+    """Tokens the run had trained on at that point."""
 
 
 @dataclass(frozen=True)
 class Checksums:
     state: int
-    """Of everything that is stored."""
+    """Checksum of all tensors in the file."""
     public: int
-    """Of the values alone, as learners have them."""
+    """Checksum of the values that learners hold."""
 
 
 @dataclass(frozen=True)
 class Proven:
-    """A version whose file was read and found whole."""
+    """A version read from a file that matches its label and checksum."""
 
     label: Label
     path: Path
@@ -67,35 +67,35 @@ def file_name(fragment: int, version: int, attempt: int | str = 0) -> str:
 
 
 def numbers_of(name: str) -> tuple[int, int] | None:
-    """Fragment and version of a file with this name; None if it is not the file of a version."""
-    found = _NAME.fullmatch(name)
-    return (int(found[1]), int(found[2])) if found else None
+    """Parse the fragment and version from a file name. Returns None for other files."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def checksums_of(state: FragmentState) -> Checksums:
     tensors = _tensors(state)
-    found = public = checksum(raw_bytes(tensors.pop("values")))
+    total = public = checksum(raw_bytes(tensors.pop("values")))
     for name, tensor in tensors.items():
-        found = checksum(raw_bytes(tensor), found)
+        total = checksum(raw_bytes(tensor), total)
         public = checksum(raw_bytes(tensor)) if name == "shown" else public
-    return Checksums(found, public)
+    return Checksums(total, public)
 
 
 def state_checksum(state: FragmentState) -> int:
-    found = 0
+    total = 0
     for tensor in _tensors(state).values():
-        found = checksum(raw_bytes(tensor), found)
-    return found
+        total = checksum(raw_bytes(tensor), total)
+    return total
 
 
 def _tensors(state: FragmentState) -> dict[str, Tensor]:
-    found = {"values": state.values, "momentum": state.momentum}
-    return found if state.shown is None else {**found, "shown": state.shown}
+    tensors = {"values": state.values, "momentum": state.momentum}
+    return tensors if state.shown is None else {**tensors, "shown": state.shown}
 
 
-def write_version(folder: Path, file: str, state: FragmentState, label: Label, found: int, disk: Disk = DISK) -> None:
-    """`found` is the state's checksum. Raises OSError."""
-    text = json.dumps([*asdict(label).values(), found])
+def write_version(folder: Path, file: str, state: FragmentState, label: Label, content: int, disk: Disk = DISK) -> None:
+    """Write a version durably. `content` is the checksum of `state`. Raises OSError."""
+    text = json.dumps([*asdict(label).values(), content])
     metadata = {"label": text, "seal": f"{checksum(text.encode()):08x}"}
     disk.write_durably(folder / "fragments" / file, *as_parts(_tensors(state), metadata))
 
@@ -103,14 +103,15 @@ def write_version(folder: Path, file: str, state: FragmentState, label: Label, f
 def read_version(
     folder: Path, fragment: Fragment, row: Mapping[str, Any] | sqlite3.Row, missing_is_damage: bool = True
 ) -> FragmentState:
-    """The version that a row of the tape names. Raises StoreError if the file is not what the row says."""
+    """Read the version that a tape row names. Raises StoreError if the file is damaged or missing; FileNotFoundError for a
+    missing file if `missing_is_damage` is False."""
     path = folder / "fragments" / row["file"]
     try:
         state = _read(path)
     except FileNotFoundError:
         if not missing_is_damage:
             raise
-        raise StoreError(f"{path} is missing, but the tape counts on it") from None
+        raise StoreError(f"{path} is missing, but the tape refers to it") from None
     except (OSError, SafetensorError, KeyError) as error:
         raise StoreError(f"{path} is damaged: {one_line(error)}") from None
     if not _fits(state, fragment) or state_checksum(state) != row["checksum"]:
@@ -128,36 +129,40 @@ def _fits(state: FragmentState, fragment: Fragment) -> bool:
 
 
 def label_of(path: Path) -> tuple[Label, int] | None:
-    """What a file says about itself, and the checksum of its content, which is not looked at. None if it says nothing."""
+    """Read a file's label and content checksum without verifying the content. Returns None if there is no valid label."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
         text = metadata["label"]
         if metadata["seal"] != f"{checksum(text.encode()):08x}":
             return None
-        *values, found = json.loads(text)
-        return Label(*values), found
+        *values, content = json.loads(text)
+        return Label(*values), content
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None
 
 
 def prove(path: Path, run_id: str, fragment: Fragment) -> Proven | None:
-    """The version in this file, if it is one of this run and fragment, and whole."""
+    """Read a file if it is an intact version of this run and fragment. Returns None otherwise."""
     labelled = label_of(path)
-    if labelled is None or (labelled[0].run_id, labelled[0].fragment) != (run_id, fragment.index):
+    if labelled is None:
+        return None
+    label, content = labelled
+    if (label.run_id, label.fragment) != (run_id, fragment.index):
         return None
     with contextlib.suppress(OSError, SafetensorError, KeyError):
         state = _read(path)
-        if _fits(state, fragment) and state_checksum(state) == labelled[1]:
-            return Proven(labelled[0], path, state)
+        if _fits(state, fragment) and state_checksum(state) == content:
+            return Proven(label, path, state)
     return None
 
 
 def newest_proven(paths: Iterable[Path], run_id: str, fragment: Fragment, below: int | None = None) -> Proven | None:
-    """The newest version of a fragment among these files, or the newest before `below`. Reads only as many as it takes."""
-    mine = [path for path in paths if (numbers_of(path.name) or (-1, 0))[0] == fragment.index]
-    labelled = [(found[0].version, path) for path in mine if (found := label_of(path))]
-    for version, path in sorted(labelled, key=lambda found: -found[0]):  # among equals the caller's order counts
+    """Find the newest intact version of a fragment among these files, older than `below` if given. Reads labels first and
+    content only until one verifies. Among files of the same version the first one is preferred."""
+    candidates = [path for path in paths if (numbers_of(path.name) or (-1, 0))[0] == fragment.index]
+    labelled = [(found[0].version, path) for path in candidates if (found := label_of(path))]
+    for version, path in sorted(labelled, key=lambda item: -item[0]):
         if below is None or version < below:
             proven = prove(path, run_id, fragment)
             if proven is not None:
