@@ -271,6 +271,17 @@ def test_a_byte_of_the_tape_may_be_flipped_anywhere(templates: dict[str, Templat
     assert found > 10, "most of a tape is rows, in which a flipped bit is found"
 
 
+def test_a_damaged_schema_that_is_not_utf_8_is_repaired(templates: dict[str, Template], tmp_path: Path) -> None:
+    """SQLite quotes the schema in its message, which the sqlite3 module then cannot decode."""
+    folder = copy_of(templates["closed"].folder, tmp_path / "run")
+    whole, tokens = fragments_of(copy_of(folder, tmp_path / "whole")), read_standing(folder).tokens
+    schema = b"seq INTEGER PRIMARY KEY"
+    data = (folder / "tape.sqlite").read_bytes()
+    assert data.count(schema) == 1
+    (folder / "tape.sqlite").write_bytes(data.replace(schema, b"seq INTEGER PRIMARY K\xc4Y"))
+    check_one(folder, "tape.sqlite", whole, tokens, "schema damaged", "closed")
+
+
 def hit_newest(folder: Path, fragment: int) -> Path:
     """One flipped byte in the newest version of a fragment."""
     newest = max(

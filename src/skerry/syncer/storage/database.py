@@ -147,7 +147,7 @@ def ask(folder: Path, question: Callable[[sqlite3.Connection], T], *, check_firs
         with _unserved(folder) as database:
             if not (problem := problem_of(database, thorough=check_first)):
                 return question(database)
-    except (DamagedRow, sqlite3.Error) as error:
+    except (DamagedRow, sqlite3.Error, UnicodeDecodeError) as error:
         problem = one_line(error)
         if is_served(folder) or not is_damage(error):
             raise StoreError(f"{path} cannot be read: {problem}") from None
@@ -297,7 +297,8 @@ def is_damage(error: Exception) -> bool:
     if isinstance(error, sqlite3.OperationalError):
         phrases = ("no such table", "no such column", "malformed", "unsupported file format")
         return any(phrase in str(error) for phrase in phrases)
-    return isinstance(error, (DamagedRow, sqlite3.DatabaseError))
+    # The sqlite3 module fails to decode SQLite's message if it quotes a damaged schema.
+    return isinstance(error, (DamagedRow, sqlite3.DatabaseError, UnicodeDecodeError))
 
 
 def one_line(error: object) -> str:
@@ -399,10 +400,10 @@ def _readable_rows(database: sqlite3.Connection, table: str) -> Iterator[sqlite3
     try:
         yield from unseen(", ".join(names))
         return
-    except (sqlite3.DatabaseError, IndexError):
+    except (sqlite3.DatabaseError, IndexError, UnicodeDecodeError):
         pass
     rest: list[sqlite3.Row] = []
-    with contextlib.suppress(sqlite3.DatabaseError, IndexError):
+    with contextlib.suppress(sqlite3.DatabaseError, IndexError, UnicodeDecodeError):
         for row in unseen(", ".join(f"{name} DESC" for name in names)):
             rest.append(row)
     yield from reversed(rest)
