@@ -84,7 +84,7 @@ class LocalAdmission:
         if max(counts) > MAX_COUNT:
             raise NotTaken(f"counts must be at most {MAX_COUNT}")
         if header.at_tokens < header.tokens:
-            raise NotTaken(f"{header.tokens} tokens cannot end at {header.at_tokens}")
+            raise NotTaken(f"tokens ({header.tokens}) must not exceed at_tokens ({header.at_tokens})")
         return m.Contributed(
             learner,
             header.fragment,
