@@ -9,16 +9,17 @@ VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check dst soak proto clean
+.PHONY: help train test test-slow check dst soak proto clean
 
 help:
-	@echo "make train   train four islands and a syncer on this machine (configs/default.toml)"
-	@echo "make test    run the tests"
-	@echo "make check   formatting, lint, types and import direction"
-	@echo "make dst     whole runs in virtual time with faults of every kind, from seeds; SEEDS=10000, ARGS='--first 42 --notes'"
-	@echo "make soak    20 minutes of random faults over eight islands, then a look for leaks; ARGS='--minutes 5'"
-	@echo "make proto   generate the wire messages again after a change to skerry.proto"
-	@echo "make clean   remove the environment, builds and caches; finished runs stay"
+	@echo "make train      train four islands and a syncer on this machine (configs/default.toml)"
+	@echo "make test       run the tests; a few minutes on two cores"
+	@echo "make test-slow  the tests that start whole runs of real processes and kill them; a few minutes more"
+	@echo "make check      formatting, lint, types and import direction"
+	@echo "make dst        whole runs in virtual time with faults of every kind, from seeds; SEEDS=10000, ARGS='--first 42 --notes'"
+	@echo "make soak       20 minutes of random faults over eight islands, then a look for leaks; ARGS='--minutes 5'"
+	@echo "make proto      generate the wire messages again after a change to skerry.proto"
+	@echo "make clean      remove the environment, builds and caches; finished runs stay"
 	@echo
 	@echo "ARGS='...' is passed on to 'skerry train' or pytest; PYTHON=python3.12 picks the Python of a new environment"
 
@@ -26,7 +27,10 @@ train: $(VENV)/.installed-run
 	$(VENV)/bin/skerry train configs/default.toml $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -q $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest -q -m slow --timeout 300 $(ARGS)
 
 check: $(VENV)/.installed-dev
 	scripts/check

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from time_to_loss.curves import Arm, common_loss, ratio, shares_of, time_to, time_to_keep, weight_of, young_daly_s
 

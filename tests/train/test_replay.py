@@ -61,6 +61,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_run_with_kills_a_straggler_and_a_syncer_restart_comes_out_the_same(recorded: Path) -> None:
     kinds = {entry["words"].split()[0] for entry in tape(recorded, "fault_injected")}
     assert kinds >= {"kill", "slow"} and len(tape(recorded, "syncer_started")) >= 2
@@ -72,6 +73,7 @@ def test_a_run_with_kills_a_straggler_and_a_syncer_restart_comes_out_the_same(re
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.slow
 def test_it_can_stop_anywhere_and_be_looked_at(recorded: Path, tmp_path: Path) -> None:
     found = skerry("replay", str(recorded), "--outer-steps", "10", "--write", str(tmp_path / "early.safetensors"))
     assert found.returncode == 0 and "10 outer steps came out as they were, bit for bit" in found.stdout, found.stderr
@@ -100,6 +102,7 @@ def copy(recorded: Path, target: Path) -> Path:
     return Path(shutil.copytree(recorded, target))
 
 
+@pytest.mark.slow
 def test_what_was_otherwise_is_found_where_it_was(recorded: Path, tmp_path: Path) -> None:
     assert first_difference(recorded, recorded) is None
     other = copy(recorded, tmp_path / "other")
@@ -109,6 +112,7 @@ def test_what_was_otherwise_is_found_where_it_was(recorded: Path, tmp_path: Path
     assert "outer step 13" in skerry("replay", str(recorded), "--against", str(other)).stdout
 
 
+@pytest.mark.slow
 def test_a_tape_that_does_not_explain_the_weights_is_refused_at_the_first_difference(recorded: Path, tmp_path: Path) -> None:
     other = copy(recorded, tmp_path / "other")
     change(other, "merged", 6, lambda entry: entry.update(outer_lr=entry["outer_lr"] * 1.0001))

@@ -14,7 +14,7 @@ from skerry.chaos.parse import load_plan, parse_faults, plan_from, read_plan
 from skerry.chaos.plan import Fault, Plan, RandomFaults
 from skerry.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 POSITIVE = st.floats(0.001, 1e6).map(lambda value: round(value, 3))
 
 

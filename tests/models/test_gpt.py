@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_models import SMALL, VOCAB, assert_no_token_sees_a_later_one, stirred_model, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,13 +16,6 @@ from skerry.config import ModelConfig
 from skerry.errors import ConfigError
 from skerry.models import GPT, SIZES, GPTShape, build_gpt, generate, shape_for
 from skerry.models.gpt import rotate, rotations
-
-SMALL = ModelConfig(layers=2, width=32, heads=4, context=16)
-VOCAB = 61
-
-
-def tokens_of(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def plain_forward(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
@@ -60,30 +54,9 @@ def plain_forward(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def stirred_model(config: ModelConfig = SMALL) -> GPT:
-    """A model whose weights are large and uneven enough for every part of it to show in the logits."""
-    model = build_gpt(config, VOCAB, seed=3)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    return model
-
-
 def test_logits_equal_those_of_the_model_written_out_plainly() -> None:
     model, tokens = stirred_model(), tokens_of(0, 2, SMALL.context)
     torch.testing.assert_close(model(tokens).double(), plain_forward(model, tokens), rtol=1e-4, atol=1e-4)
-
-
-def assert_no_token_sees_a_later_one(model: GPT) -> None:
-    tokens = tokens_of(1, 1, model.shape.context)
-    before = model(tokens)
-    for place in (1, 7, model.shape.context - 1):
-        changed = tokens.clone()
-        changed[0, place] = (changed[0, place] + 1) % VOCAB
-        after = model(changed)
-        torch.testing.assert_close(after[:, :place], before[:, :place], rtol=0, atol=1e-5)
-        assert (after[:, place] - before[:, place]).abs().max() > 1e-2
 
 
 def test_a_later_token_does_not_change_earlier_logits() -> None:

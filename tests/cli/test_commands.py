@@ -26,7 +26,7 @@ from skerry.train import validate as validation
 from skerry.train.job import lr_factor
 from skerry.train.validate import save_model
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def skerry(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -123,6 +123,7 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
     assert load(path).resolved().sync.budget_tokens > 0
 
 
+@pytest.mark.slow
 def test_parts_started_by_hand_make_a_run(tmp_path: Path) -> None:
     """What `train` does, by hand: create, syncer, learner."""
     job = tmp_path / "job.toml"
@@ -148,6 +149,7 @@ def test_parts_started_by_hand_make_a_run(tmp_path: Path) -> None:
     assert exported.returncode == 0 and (tmp_path / "model.safetensors").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_told_to_terminate_hands_over_what_it_has_and_the_other_goes_on(tmp_path: Path) -> None:
     """A preemption notice."""
     job, run = tmp_path / "job.toml", tmp_path / "run"
@@ -238,6 +240,7 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_left_out(tmp_path: Path,
         save_model(tmp_path / "model.safetensors", {"weight": torch.zeros(2)})
 
 
+@pytest.mark.slow
 def test_hugging_face_example_is_short_and_learns() -> None:
     example = ROOT / "examples" / "huggingface.py"
     assert len(example.read_text().splitlines()) < 40

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from islands import assert_same, batches, poll, small_model, tape, together, train, versions
-from test_learner import LOCK_STEP, OVERLAPPING, Killed, join, sgd, two_islands
+from learner_runs import LOCK_STEP, OVERLAPPING, Killed, join, sgd, two_islands
 
 import skerry
 from skerry.config import SyncConfig

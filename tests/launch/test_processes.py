@@ -23,6 +23,8 @@ from skerry.models.gpt import build_gpt
 from skerry.observe.ledger import audit_run
 from skerry.train.job import load_weights
 
+pytestmark = pytest.mark.slow
+
 EVAL = {"every_tokens": 100_000, "final_tokens": 4096, "sample_tokens": 20}
 
 

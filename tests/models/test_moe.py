@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+import gpt_models
 import pytest
-import test_gpt
 import torch
 import torch.nn.functional as F
+from gpt_models import VOCAB, assert_no_token_sees_a_later_one, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gpt import VOCAB, assert_no_token_sees_a_later_one, tokens_of
 
 from skerry.config import ModelConfig, TrainConfig
 from skerry.models import GPT, SIZES, build_gpt, generate, shape_for
@@ -32,7 +32,7 @@ def layer_of(experts: int, active: int, seed: int = 0) -> MixtureOfExperts:
 
 
 def stirred_model(config: ModelConfig = SMALL) -> GPT:
-    return test_gpt.stirred_model(config)
+    return gpt_models.stirred_model(config)
 
 
 def one_by_one(layer: MixtureOfExperts, x: torch.Tensor, capacity: float = math.inf) -> torch.Tensor:

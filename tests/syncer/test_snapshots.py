@@ -180,6 +180,7 @@ def tokens_of(folder: Path) -> int:
     return read_standing(folder).tokens if (folder / "address").exists() else 0
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_snapshot_in_another_folder_with_other_islands(tmp_path: Path) -> None:
     """As a user would do it: real processes, a snapshot under load, a damaged newer one, fewer islands."""
     job, folder, other = tmp_path / "job.toml", tmp_path / "run", tmp_path / "other"

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 from islands import assert_same, poll, tape
-from test_lanes import EXACT, Training, large_model
+from large_fragments import EXACT, Training, large_model
 
 import skerry
 from skerry.chaos.proxy import Condition, LinkProxy, LinkState
@@ -341,7 +341,7 @@ import sys, threading
 sys.path.insert(0, sys.argv[2])
 from skerry.learner import device
 device.SETS_ASIDE = ("cpu",)
-from test_lanes import Training
+from large_fragments import Training
 island = Training(sys.argv[1])
 sidecar = island.learner._connection._sidecar
 while not sidecar.running:
@@ -353,7 +353,7 @@ threading.Event().wait()
 
 def test_it_does_not_outlive_an_island_that_is_killed(tmp_path: Path, start_syncer: Callable) -> None:
     folder = skerry.create(tmp_path / "run", large_model(), EXACT)
-    command = [sys.executable, "-c", ISLAND, start_syncer(folder).address, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", ISLAND, start_syncer(folder).address, str(Path(__file__).parents[1])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as island:
         assert island.stdout is not None
         process = psutil.Process(int(island.stdout.readline()))
@@ -371,7 +371,7 @@ sys.path.insert(0, sys.argv[2])
 import skerry
 from skerry.learner import device
 device.SETS_ASIDE = ("cpu",)
-from test_lanes import large_model
+from large_fragments import large_model
 model = large_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 learner = skerry.join(sys.argv[1], model, optimizer)
@@ -387,7 +387,7 @@ for _ in range(4):
 
 def test_an_island_may_leave_when_the_interpreter_ends(tmp_path: Path, start_syncer: Callable) -> None:
     folder = skerry.create(tmp_path / "run", large_model(), EXACT)
-    command = [sys.executable, "-c", LEAVES_LAST, start_syncer(folder).address, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", LEAVES_LAST, start_syncer(folder).address, str(Path(__file__).parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert not psutil.pid_exists(int(done.stdout))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-QUALITY = Path(__file__).resolve().parent.parent / "benchmarks" / "quality"
+QUALITY = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"
 sys.path.insert(0, str(QUALITY))
 import run as quality  # noqa: E402
 import sequential  # noqa: E402

@@ -26,6 +26,8 @@ from skerry.learner.replica import Snapshot
 from skerry.metrics import MetricsTail
 from skerry.observe.ledger import audit_run
 
+pytestmark = pytest.mark.slow
+
 ISLANDS = ("island-0", "island-1", "island-2")
 
 
