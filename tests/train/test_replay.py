@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from skerry.admin import close_run
 from skerry.core.leases.ranges import Range
 from skerry.errors import ReplayError
-from skerry.learner.journal import MOST_ENTRIES, Journal
+from skerry.learner.journal import MOST_BYTES, MOST_ENTRIES, Journal
 from skerry.syncer.rpc.journals import newer, read_journal
 from skerry.syncer.storage.database import seal_of
 from skerry.syncer.storage.run_folder import read_model
@@ -167,6 +167,15 @@ def test_a_journal_of_too_many_bytes_has_a_gap() -> None:
         journal.trained_on(step, [Range("a pool with a long name" * 20, 7 * step, 1)])
     found = json.loads(journal.upto(2999))
     assert found["gaps"] == [[0, 2999]] and found["data"] == []
+
+
+def test_a_long_journal_that_was_inherited_is_left_out_before_anything_else() -> None:
+    journal = Journal()
+    journal.restored("own", [("old", 5)], json.dumps("x" * (MOST_BYTES - 20)))
+    found = json.loads(journal.upto(0))
+    assert found["inherited"] is None and found["origin"] == [["old", 5]] and found["gaps"] == []
+    journal.adopted(0, 0, 5)
+    assert json.loads(journal.upto(1))["adopted"] == [[0, 0, 5, False]]
 
 
 def test_a_journal_that_nobody_takes_says_where_it_has_a_gap() -> None:

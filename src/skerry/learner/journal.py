@@ -74,7 +74,24 @@ class Journal:
             self._data = [entry for entry in self._data if entry[0] > steps]
 
     def upto(self, steps: int) -> str:
-        """The entries of the first `steps` steps that are not durable yet, as JSON."""
+        """The entries of the first `steps` steps that are not durable yet, as JSON. If they are too long, the journal that was
+        inherited goes first, then all of them; the record then has a gap."""
+        text = self._text(steps)
+        if len(text) > MOST_BYTES and self._restored.get("inherited") is not None:
+            self._restored["inherited"] = None
+            text = self._text(steps)
+        if len(text) > MOST_BYTES:
+            self._gaps.append((self._from, steps))
+            self._from = max(self._from, steps)
+            self._adopted, self._tokens, self._data = (
+                [entry for entry in self._adopted if entry[0] > steps],
+                [entry for entry in self._tokens if entry[0] > steps],
+                [entry for entry in self._data if entry[0] > steps],
+            )
+            text = self._text(steps)
+        return text
+
+    def _text(self, steps: int) -> str:
         entries = {
             "since": self._from,
             "until": steps,
@@ -85,12 +102,7 @@ class Journal:
         }
         if self._from == 0:
             entries.update(self._restored)
-        text = json.dumps(entries, separators=(",", ":"))
-        if len(text) <= MOST_BYTES:
-            return text
-        self._gaps.append((self._from, steps))
-        self.durable(steps)
-        return self.upto(steps)
+        return json.dumps(entries, separators=(",", ":"))
 
 
 def joined(ranges: Sequence[Range]) -> list[Range]:
