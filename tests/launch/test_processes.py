@@ -121,8 +121,11 @@ def start_run(tmp_path: Path):
         run._output.close()
 
 
-def assert_learned(result: dict, tokens: int, loss: float = 3.6) -> None:
-    assert tokens <= result["tokens"] < 1.5 * tokens, "the budget is kept, but for what islands do until they hear of it"
+def assert_learned(result: dict, tokens: int, loss: float = 3.6, alone: int = 1) -> None:
+    """`alone` islands trained without the syncer for a while. Each of them stops by itself only when it alone has spent what was
+    left of the budget, so that many times the budget is the bound, however long the syncer takes to come back."""
+    most = 1.5 * tokens if alone == 1 else alone * tokens
+    assert tokens <= result["tokens"] < most, "the budget is kept, but for what islands do until they hear of it"
     assert 1.0 < result["validation_loss"] < loss, "an untrained byte model has a loss of 5.5"
 
 
@@ -159,7 +162,7 @@ def test_islands_step_on_and_nothing_merged_is_lost_when_the_syncer_is_killed(st
     run.until(lambda: min(newest - before[fragment] for fragment, newest in run.versions().items()) > 0, "merging to go on")
     result = run.finish()
     # On a busy machine a syncer takes seconds to start. Islands of such short steps then do most of the budget without it.
-    assert_learned(result, tokens, loss=4.8)
+    assert_learned(result, tokens, loss=4.8, alone=3)
     for island in range(3):
         log = (run.folder / "logs" / f"island-{island}.log").read_text()
         alone = [int(line.split(" after ")[1].split()[0]) for line in log.splitlines() if "is back with the syncer" in line]
@@ -176,7 +179,7 @@ def test_a_syncer_that_is_told_to_stop_is_started_again_and_islands_train_on(sta
     os.kill(run.part("syncer").pid, signal.SIGTERM)
     run.until(lambda: run.count("syncer restarted", "syncer"), "the syncer to be started again")
     run.until(lambda: min(newest - before[fragment] for fragment, newest in run.versions().items()) > 0, "merging to go on")
-    assert_learned(run.finish(), tokens, loss=4.8)
+    assert_learned(run.finish(), tokens, loss=4.8, alone=3)
     assert not any(run.count("killed", f"island-{island}") for island in range(3))
 
 
@@ -205,7 +208,7 @@ def test_a_killed_shard_stops_only_its_fragments_and_a_killed_syncer_finds_its_s
     os.kill(run.part("syncer").pid, signal.SIGKILL)
     run.until(lambda: run.count("shard joined", None) >= 5, "the shards to find the syncer again")
     result = run.finish()
-    assert_learned(result, tokens, loss=4.8)
+    assert_learned(result, tokens, loss=4.8, alone=3)
     assert run.count("shard lost", None) >= 1
     assert not any(process.is_running() for process in run.seen)
 
