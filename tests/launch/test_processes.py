@@ -122,7 +122,7 @@ def start_run(tmp_path: Path):
 
 
 def assert_learned(result: dict, tokens: int, loss: float = 3.6, alone: int = 1) -> None:
-    """`alone` islands trained without the syncer for a while. Each of them stops by itself only when it alone has spent what was
+    """`alone` islands trained without the syncer for a while. Each stops by itself only when it alone has spent what was
     left of the budget, so that many times the budget is the bound, however long the syncer takes to come back."""
     most = 1.5 * tokens if alone == 1 else alone * tokens
     assert tokens <= result["tokens"] < most, "the budget is kept, but for what islands do until they hear of it"
