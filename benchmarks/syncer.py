@@ -258,7 +258,7 @@ def profile(learners: int = 8, numel: int = 1 << 22) -> None:
     deltas = [bf16.decode(byte_tensor(data[n % len(data)]), numel) for n in range(learners)]
     norms = [norms_of(fragment, delta) for delta in deltas]
     before = FragmentState.fresh(torch.zeros(numel))
-    after = merge(layout, fragment, before, deltas, [1.0] * learners, radial=True, lr=0.5, momentum=0.8, norms=norms)
+    after = merge(layout, fragment, before, deltas, [1.0] * learners, lr=0.5, momentum=0.8, norms=norms)
     shown, encoded = publish(before, after, bf16)
     with tempfile.TemporaryDirectory() as parent:
         (Path(parent) / "fragments").mkdir()

@@ -49,7 +49,8 @@ TRIES = 60
 def content(fragment: int, number: int, numel: int) -> FragmentState:
     """The state of a fragment after the merge with this number. Merge 0 is the initial model."""
     generator = torch.Generator().manual_seed(1000 * number + fragment)
-    return FragmentState(torch.randn(numel, generator=generator), torch.randn(numel, generator=generator))
+    values, momentum = (torch.randn(numel, generator=generator) for _ in range(2))
+    return FragmentState(values, {"momentum": momentum})
 
 
 class Witness:

@@ -81,8 +81,6 @@ def test_a_whole_number_will_do_for_a_fraction(path: str) -> None:
     "path, value, choices",
     [
         ("algorithm", "async", "decoupled, streaming, diloco, dp"),
-        ("sync.merge", "median", "radial, mean"),
-        ("sync.send", "zip", "fp32, bf16, fp8, int8, int4, e3m0, topk1, topk3"),
         ("sync.adopt", "", "overwrite, blend, carry"),
         ("data.token_bytes", 3, "2, 4"),
         ("data.token_bytes", 2.0, "2, 4"),

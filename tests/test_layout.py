@@ -19,7 +19,7 @@ SOURCES = sorted(SRC.glob("skerry/**/*.py"))
 
 # A part of skerry may import its own layer and those above it in this table.
 LAYERS = [
-    {"errors", "clock", "cores", "config", "metrics", "durable", "checksum"},
+    {"errors", "clock", "cores", "config", "metrics", "durable", "checksum", "registry"},
     {"core"},
     {"tensors"},
     {"wire"},

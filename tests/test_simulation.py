@@ -96,7 +96,7 @@ def a_wrong_weight(patch: pytest.MonkeyPatch) -> None:
 
 def a_share_is_left_out(patch: pytest.MonkeyPatch) -> None:
     mean = mergers.mean
-    patch.setattr(mergers, "mean", lambda deltas, weights, out: mean(deltas[:1], weights[:1], out))
+    patch.setattr(mergers, "mean", lambda deltas, weights, norms=None, out=None: mean(deltas[:1], weights[:1], out=out))
 
 
 def a_lease_is_told_before_it_is_written(patch: pytest.MonkeyPatch) -> None:

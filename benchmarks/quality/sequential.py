@@ -28,7 +28,7 @@ from skerry.errors import ConfigError
 from skerry.tensors.codecs.feedback import Feedback
 from skerry.tensors.codecs.per_tensor import fragment_codec
 from skerry.tensors.fragments import Layout, split
-from skerry.tensors.merge import FragmentState, merge, publish
+from skerry.tensors.merge import FragmentState, merge, merge_rule, publish
 from skerry.tensors.model import model_tensors
 from skerry.train.island import COLD_STEPS
 from skerry.train.job import build_optimizers, half_cosine, lr_factor
@@ -462,7 +462,7 @@ class SequentialRun:
             before,
             deltas,
             weights,
-            radial=self.sync.merge == "radial",
+            rule=merge_rule(self.sync),
             lr=1.0 if rule == "delayed" else lr,
             momentum=0.0 if rule == "delayed" else momentum,
             presence=presence,
@@ -491,9 +491,9 @@ class SequentialRun:
         count, held = count + len(order.shares), held + progress
         if count < len(self.learners):
             self._delayed[order.fragment] = count, held
-            return FragmentState(before.values - lr * progress, before.momentum)
+            return FragmentState(before.values - lr * progress, before.state)
         momentum = order.outer_momentum * before.momentum + held
-        return FragmentState(before.values - lr * (progress + order.outer_momentum * momentum), momentum)
+        return FragmentState(before.values - lr * (progress + order.outer_momentum * momentum), {"momentum": momentum})
 
     def _announce(self, learner: SequentialLearner, action: m.Announce, counted: int) -> None:
         version = Version(action.fragment, action.version, action.round, counted)

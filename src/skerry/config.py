@@ -23,7 +23,6 @@ else:
     import tomli as tomllib
 
 Algorithm = Literal["decoupled", "streaming", "diloco", "dp"]
-CodecName = Literal["fp32", "bf16", "fp8", "int8", "int4", "e3m0", "topk1", "topk3"]
 
 
 def _require(ok: bool, name: str, value: object, requirement: str) -> None:
@@ -73,15 +72,20 @@ class SyncConfig:
     """Lock-step: islands stop τ steps after a fragment was due until its merge has arrived. Without it they never wait."""
     grace: float = 0.9
     """γ: share of an exchange's spare time that a merge spends waiting for more contributions."""
-    merge: Literal["radial", "mean"] = "radial"
-    """Radial-directional averaging or the plain weighted mean. Embeddings always use the plain mean."""
+    merge: str = "radial"
+    """Merge rule: `radial` (radial-directional averaging), `mean` (the plain weighted mean), or a plugin's. Embeddings always
+    use the plain mean."""
+    outer: str = "nesterov"
+    """Outer optimizer: `nesterov` (SGD with Nesterov momentum), or a plugin's."""
     outer_lr: float = 0.5
-    """Learning rate of the outer Nesterov step."""
+    """Learning rate of the outer step."""
     outer_momentum: float = 0.8
-    """Momentum of the outer Nesterov step."""
+    """Momentum of the outer step."""
     damp_absent: bool = True
     """Scale a merge's progress by the share of asked learners that contributed, so that a single island cannot drag the
     model."""
+    guard: str = "norm"
+    """Decides which contributions are too unlike recent ones to be merged: `norm` goes by `outlier`, or a plugin's guard."""
     outlier: float = 10.0
     """Contributions this many times larger than the recent median are not merged; 0 accepts every finite contribution."""
     rollback: float = 0.0
@@ -97,10 +101,11 @@ class SyncConfig:
     snapshot on top."""
     blend: float = 0.5
     """Weight of the global value when adopt = "blend"."""
-    send: CodecName = "bf16"
-    """Encoding of contributions, which are differences to the version the learner holds."""
-    publish: CodecName = "fp32"
-    """Encoding of merged fragments: values for fp32, differences to the previous version for all others."""
+    send: str = "bf16"
+    """Codec of contributions, which are differences to the version the learner holds: `fp32`, `bf16`, `fp8`, `int8`, `int4`,
+    `e3m0`, `topk1`, `topk3`, or a plugin's."""
+    publish: str = "fp32"
+    """Codec of merged fragments: values for fp32, differences to the previous version for all others."""
     feedback: Literal["auto", "always", "never"] = "auto"
     """Error feedback: add what the encoding of a contribution loses to a later one. `auto` does so for topk1 and topk3."""
     start_with: int = 1
@@ -121,6 +126,10 @@ class SyncConfig:
     """Number of snapshots to keep; older ones are deleted."""
     pins: tuple[str, ...] = ()
     """Data pools that only one region may read, as "pool=region". They are leased only to learners of that region."""
+    sinks: tuple[str, ...] = ()
+    """Metrics sinks of plugins. The syncer passes every record of metrics.jsonl on to them."""
+    options: tuple[str, ...] = ()
+    """Settings of plugins, as "name=value"."""
     begin: BeginConfig = field(default_factory=BeginConfig)
     """Settings for the first part of the run, below."""
 
@@ -148,11 +157,16 @@ class SyncConfig:
         _require(self.snapshot_every_s >= 0, "sync.snapshot_every_s", self.snapshot_every_s, ">= 0")
         _require(self.snapshots_kept >= 1, "sync.snapshots_kept", self.snapshots_kept, ">= 1")
         _require(all("=" in pin for pin in self.pins), "sync.pins", self.pins, 'a list of "pool=region"')
+        _require(all("=" in option for option in self.options), "sync.options", self.options, 'a list of "name=value"')
         _require(not self.wait or self.overlap < self.every, "sync.overlap", self.overlap, "below sync.every in lock-step")
         _require(not self.wait or self.quorum == 0, "sync.quorum", self.quorum, "0 (all) in lock-step")
         _require(
             not self.begin.steps or self.begin.every <= self.every, "sync.begin.every", self.begin.every, "at most sync.every"
         )
+
+    def option(self, name: str, default: str) -> str:
+        """A plugin's own setting, from `options`."""
+        return dict(option.split("=", 1) for option in self.options).get(name, default)
 
     def for_algorithm(self, algorithm: Algorithm) -> SyncConfig:
         """These settings with those that define the algorithm overridden."""

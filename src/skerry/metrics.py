@@ -92,18 +92,18 @@ class MetricsTail:
     skipped. A file that became shorter was replaced and is read from its start.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, from_end: bool = False) -> None:
         self.path = Path(path)
-        self._offset = 0
+        self._offset = self.path.stat().st_size if from_end and self.path.exists() else 0
 
-    def read(self) -> list[dict[str, Any]]:
-        """Records completed since the last call, in file order."""
+    def read(self, most_bytes: int = -1) -> list[dict[str, Any]]:
+        """Records completed since the last call, in file order. Reads at most `most_bytes` of the file; -1 means all."""
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset = 0
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(most_bytes)
         except FileNotFoundError:
             self._offset = 0
             return []

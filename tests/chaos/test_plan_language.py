@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skerry.chaos.kinds import KINDS
+from skerry.chaos.kinds import FAULTS
 from skerry.chaos.parse import load_plan, parse_faults, plan_from, read_plan
 from skerry.chaos.plan import Fault, Plan, RandomFaults
 from skerry.errors import ConfigError
@@ -20,7 +20,7 @@ POSITIVE = st.floats(0.001, 1e6).map(lambda value: round(value, 3))
 
 @st.composite
 def any_fault(draw: st.DrawFn) -> Fault:
-    kind = draw(st.sampled_from(sorted(KINDS.values(), key=lambda kind: kind.name)))
+    kind = draw(st.sampled_from([FAULTS.get(name) for name in sorted(FAULTS.names())]))
     parts = (["island-0", "island-12"] if kind.of_islands else []) + (["syncer"] if kind.of_syncer else [])
     when = draw(st.sampled_from(["at once", "at_s", "at_step"]))
     return Fault(

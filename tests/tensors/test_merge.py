@@ -186,7 +186,7 @@ def test_each_tensor_of_a_fragment_has_its_own_direction_and_embeddings_use_the_
     layout = layout_of(("radial", (4, 5)), ("mean", (6, 5)), ("radial", (7,)))
     [fragment] = layout.fragments
     deltas, weights = vectors(3, fragment.numel), [1.0, 2.0, 0.5]
-    state = merge(layout, fragment, plain(torch.zeros(fragment.numel)), deltas, weights, radial=True, lr=1.0, momentum=0.0)
+    state = merge(layout, fragment, plain(torch.zeros(fragment.numel)), deltas, weights, lr=1.0, momentum=0.0)
     at = 0
     for piece in fragment.pieces:
         here = slice(at, at + piece.numel)
@@ -200,7 +200,7 @@ def test_the_plain_merge_uses_the_mean_everywhere() -> None:
     [fragment] = layout.fragments
     deltas, weights = vectors(3, fragment.numel), [1.0, 2.0, 0.5]
     start = vectors(1, fragment.numel, seed=9)[0]
-    state = merge(layout, fragment, plain(start), deltas, weights, radial=False, lr=1.0, momentum=0.0)
+    state = merge(layout, fragment, plain(start), deltas, weights, rule=mean, lr=1.0, momentum=0.0)
     close(state.values, start.double().numpy() - reference_mean(deltas, weights))
 
 
@@ -214,7 +214,7 @@ def test_statistics_become_the_weighted_mean_of_the_members_values_without_rate_
     for turn in range(4):
         members = vectors(2, fragment.numel, seed=20 + turn)
         deltas = [state.values - member for member in members]
-        state = merge(layout, fragment, state, deltas, weights, radial=True, lr=0.3, momentum=0.9)
+        state = merge(layout, fragment, state, deltas, weights, lr=0.3, momentum=0.9)
         close(state.values[here], reference_mean([member[here] for member in members], weights))
         assert torch.equal(state.momentum[here], torch.zeros(6))
         assert float(state.momentum.abs().sum()) > 0, "the parameters beside them do have momentum"
@@ -224,8 +224,8 @@ def test_presence_scales_the_progress() -> None:
     layout = layout_of(("radial", (4, 5)))
     [fragment] = layout.fragments
     deltas, start = vectors(2, 20), vectors(1, 20, seed=5)[0]
-    whole = merge(layout, fragment, plain(start), deltas, [1.0, 1.0], radial=True, lr=0.7, momentum=0.6)
-    quarter = merge(layout, fragment, plain(start), deltas, [1.0, 1.0], radial=True, lr=0.7, momentum=0.6, presence=0.25)
+    whole = merge(layout, fragment, plain(start), deltas, [1.0, 1.0], lr=0.7, momentum=0.6)
+    quarter = merge(layout, fragment, plain(start), deltas, [1.0, 1.0], lr=0.7, momentum=0.6, presence=0.25)
     close(quarter.values - start, 0.25 * (whole.values - start).double().numpy())
     close(quarter.momentum, 0.25 * whole.momentum.double().numpy())
 
@@ -236,7 +236,7 @@ def test_running_statistics_are_those_of_the_islands_in_the_merge_however_few(pr
     [fragment] = layout.fragments
     start, *members = vectors(3, fragment.numel, seed=5)
     deltas = [start - member for member in members]
-    state = merge(layout, fragment, plain(start), deltas, [1.0, 3.0], radial=True, lr=0.7, momentum=0.6, presence=presence)
+    state = merge(layout, fragment, plain(start), deltas, [1.0, 3.0], lr=0.7, momentum=0.6, presence=presence)
     statistic = torch.cat([torch.full((p.numel,), layout.tensors[p.tensor].rule == "average") for p in fragment.pieces])
     close(state.values[statistic], reference_mean([member[statistic] for member in members], [1.0, 3.0]))
     assert not state.momentum[statistic].any()
@@ -252,7 +252,7 @@ def test_a_member_on_an_older_version_says_nothing_of_running_statistics() -> No
     there[here] = False
     base = torch.full((6,), 0.3)
     stale, fresh = torch.full((6,), 1.0 - 0.3), torch.full((6,), 0.3 - 0.2)
-    settings = {"radial": True, "lr": 1.0, "momentum": 0.0}
+    settings = {"lr": 1.0, "momentum": 0.0}
     both = merge(layout, fragment, plain(base), [stale, fresh], [3.0, 1.0], fresh=[False, True], **settings)
     close(both.values[here], torch.full((4,), 0.2).double().numpy())
     close(both.values[there], (base - 0.75 * stale - 0.25 * fresh)[there].double().numpy())
@@ -269,9 +269,10 @@ def test_an_order_says_which_contributions_are_fresh() -> None:
 def test_a_merge_leaves_the_state_it_started_from_alone() -> None:
     layout = layout_of(("radial", (4, 5)), ("average", (3,)))
     [fragment] = layout.fragments
-    state = FragmentState(*vectors(2, 23, seed=3))
+    values, momentum = vectors(2, 23, seed=3)
+    state = FragmentState(values, {"momentum": momentum})
     before = (state.values.clone(), state.momentum.clone())
-    merge(layout, fragment, state, vectors(2, 23), [1.0, 2.0], radial=True, lr=0.7, momentum=0.6, presence=0.5)
+    merge(layout, fragment, state, vectors(2, 23), [1.0, 2.0], lr=0.7, momentum=0.6, presence=0.5)
     assert torch.equal(state.values, before[0]) and torch.equal(state.momentum, before[1])
 
 
@@ -289,7 +290,9 @@ def test_many_merges_of_one_member_equal_torch_nesterov_sgd_to_the_bit(radial: b
         gradient = state.values - member
         parameter.grad = gradient.clone()
         optimizer.step()
-        state = merge(layout, fragment, state, [gradient], [2.5], radial=radial, lr=lr, momentum=momentum)
+        state = merge(
+            layout, fragment, state, [gradient], [2.5], rule=radial_mean if radial else mean, lr=lr, momentum=momentum
+        )
         assert torch.equal(state.values, parameter.detach())
 
 
@@ -302,7 +305,7 @@ def test_merging_constant_members_settles_at_their_weighted_mean(count: int) -> 
     state = plain(torch.zeros(20))
     for _ in range(200):
         deltas = [state.values - member for member in members]
-        state = merge(layout, fragment, state, deltas, weights, radial=False, lr=0.7, momentum=0.6)
+        state = merge(layout, fragment, state, deltas, weights, rule=mean, lr=0.7, momentum=0.6)
     close(state.values, reference_mean(members, weights), relative=1e-4)
 
 
@@ -319,7 +322,7 @@ def test_two_learners_on_different_bases_add_what_each_has_learned() -> None:
     old_base, base = torch.tensor([0.0, 0.0, 0.0]), torch.tensor([10.0, 10.0, 10.0])
     fresh = base - torch.tensor([11.0, 10.0, 10.0])
     stale = old_base - torch.tensor([0.0, 1.0, 0.0])
-    state = merge(layout, fragment, plain(base), [fresh, stale], [1.0, 1.0], radial=True, lr=1.0, momentum=0.0)
+    state = merge(layout, fragment, plain(base), [fresh, stale], [1.0, 1.0], lr=1.0, momentum=0.0)
     assert torch.equal(state.values, torch.tensor([10.5, 10.5, 10.0]))
 
 
@@ -360,11 +363,15 @@ def test_a_merge_in_blocks_is_that_of_the_whole_and_does_not_depend_on_threads_o
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            results.append(merge(layout, fragment, start, deltas, weights, radial=radial, lr=0.5, momentum=0.8))
+            results.append(
+                merge(layout, fragment, start, deltas, weights, rule=radial_mean if radial else mean, lr=0.5, momentum=0.8)
+            )
     finally:
         torch.set_num_threads(threads)
     norms = [norms_of(fragment, delta) for delta in deltas]
-    results.append(merge(layout, fragment, start, deltas, weights, radial=radial, lr=0.5, momentum=0.8, norms=norms))
+    results.append(
+        merge(layout, fragment, start, deltas, weights, rule=radial_mean if radial else mean, lr=0.5, momentum=0.8, norms=norms)
+    )
     for other in results[1:]:
         assert torch.equal(other.values, results[0].values) and torch.equal(other.momentum, results[0].momentum)
     at = 0

@@ -10,12 +10,12 @@ import json
 import os
 import signal
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from skerry.chaos.kinds import KINDS
+from skerry.chaos.kinds import Parts, kind_named
 from skerry.chaos.mailbox import Mailbox
 from skerry.chaos.parse import parse_faults
 from skerry.chaos.plan import Fault, check_part, order
@@ -27,15 +27,6 @@ from skerry.metrics import MetricsTail, MetricsWriter
 
 BYTES_PER_MBIT = 125_000
 NO_PROXY = "{kind} needs a proxy in the links, which this run does not have; start it with: skerry train ... --proxy"
-
-
-class Parts(Protocol):
-    """What the driver needs from the supervisor. Signals to a part that is not running have no effect. Killing a part that is
-    down keeps it down for at least `down_s`."""
-
-    def runs(self, part: str) -> bool: ...
-    def kill(self, part: str, down_s: float) -> None: ...
-    def signal(self, part: str, number: int) -> None: ...
 
 
 @dataclass
@@ -131,7 +122,7 @@ class Driver:
             faults = parse_faults(text)
             for fault in faults:
                 check_part(fault, self._islands)
-                if KINDS[fault.kind].link and self._proxy is None:
+                if kind_named(fault.kind).link and self._proxy is None:
                     return False, NO_PROXY.format(kind=fault.kind)
         except ConfigError as error:
             return False, str(error)
@@ -145,7 +136,7 @@ class Driver:
     # ------------------------------------------------------------ injecting and healing
 
     def _inject(self, fault: Fault, now: float) -> None:
-        kind = KINDS[fault.kind]
+        kind = kind_named(fault.kind)
         lasts = f" for {fault.for_s:g} s" if fault.for_s else ""
         # Recorded first, so that the fault precedes its effects in the metrics.
         self._note(
@@ -155,17 +146,29 @@ class Driver:
             self._parts.kill(fault.part, fault.for_s)
             return
         self._active.append(Active(fault, now + fault.for_s if fault.for_s else None))
-        if kind.link:
+        if kind.inject is not None:
+            self._attempt(kind.inject, fault)
+        elif kind.link:
             self._set_link(fault.part)
         elif kind.inside:
             self._set_inside(fault.part)
         else:
             self._parts.signal(fault.part, signal.SIGSTOP)
 
+    def _attempt(self, act: Callable[[Parts, str, float], object], fault: Fault) -> None:
+        try:
+            act(self._parts, fault.part, fault.amount)
+        except Exception as error:  # code from outside: no failure of it may end the run
+            detail = f"{fault.words}: {type(error).__name__}: {error}"
+            self._metrics.write("event", what="fault failed", island=fault.part, detail=detail)
+
     def _heal(self, active: Active) -> None:
-        fault, kind = active.fault, KINDS[active.fault.kind]
+        fault, kind = active.fault, kind_named(active.fault.kind)
         self._active.remove(active)
-        if kind.link:
+        if kind.inject is not None:
+            if kind.heal is not None:
+                self._attempt(kind.heal, fault)
+        elif kind.link:
             self._set_link(fault.part)
         elif kind.inside:
             self._set_inside(fault.part)
@@ -183,7 +186,7 @@ class Driver:
 
     def _set_inside(self, part: str) -> None:
         """Tell a process about its faults. If several have the same kind, the last one wins."""
-        amounts = {fault.kind: fault.amount or 1.0 for fault in self._faults_of(part) if KINDS[fault.kind].inside}
+        amounts = {fault.kind: fault.amount or 1.0 for fault in self._faults_of(part) if kind_named(fault.kind).inside}
         write_json(self._folder / f"{part}.json", amounts)
 
     def _set_link(self, part: str) -> None:

@@ -12,7 +12,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from skerry.chaos.kinds import DIRECTIONS, KINDS, kind_named
+from skerry.chaos.kinds import DIRECTIONS, kind_named
 from skerry.errors import ConfigError
 
 DAY_S = 86_400.0
@@ -25,7 +25,7 @@ class Fault:
     """One fault, injected into one part of a run."""
 
     kind: str
-    """One of KINDS."""
+    """A name in FAULTS."""
     part: str
     """`island-2` or `syncer`."""
     at_s: float | None = None
@@ -72,7 +72,7 @@ class Fault:
     @property
     def what(self) -> str:
         """Kind and parameters, without part and time: `throttle 2mbps up`."""
-        kind = KINDS[self.kind]
+        kind = kind_named(self.kind)
         words = [self.kind]
         if kind.amount is not None:
             words.append(f"{_number(self.amount)}{kind.unit}")
@@ -155,7 +155,7 @@ class Plan:
     def needs_proxy(self) -> bool:
         """Whether any fault needs the proxy between islands and syncer."""
         kinds = {fault.kind for fault in self.faults} | set(self.random.kinds if self.random else ())
-        return any(KINDS[kind].link for kind in kinds)
+        return any(kind_named(kind).link for kind in kinds)
 
 
 def check_part(fault: Fault, islands: int) -> None:

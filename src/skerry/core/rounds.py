@@ -166,9 +166,7 @@ class Rounds:
         assert gathering is not None
         learner.heard_at = now
         learner.tokens = max(learner.tokens, offer.at_tokens)
-        unhealthy = why_unhealthy(fragment.sizes, offer.norm, offer.steps, self._run.sync.outlier, offer.repeated)
-        if math.isfinite(offer.norm):
-            fragment.sizes.add(offer.norm, offer.steps, fragment.sizes.limit(self._run.sync.outlier, offer.steps))
+        unhealthy = why_unhealthy(self._run.guards[offer.fragment], offer)
         if unhealthy is not None:
             actions.append(records.Unhealthy(offer.learner, offer.fragment, offer.round, unhealthy))
         self._count_strike(learner, unhealthy, actions)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from skerry.core.guard import SizeHistory
 from skerry.core.state import LearnerState, RunPhase, RunState
 
 
@@ -21,8 +20,8 @@ class Standing:
     retired: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Learner → earlier sessions, including learners that have replaced a session but not begun training."""
     quarantined: tuple[str, ...] = ()
-    sizes: tuple[tuple[float, int] | None, ...] = ()
-    """Per fragment: median norm and steps of recent contributions (`SizeHistory.summary`)."""
+    sizes: tuple[Any, ...] = ()
+    """Per fragment: the summary of its guard, or None."""
     good_step: int | None = None
     """The run step of the newest good copy of the model."""
     best_loss: float | None = None
@@ -53,7 +52,7 @@ class Standing:
             gone=tuple(data["gone"]),
             retired={name: tuple(map(str, sessions)) for name, sessions in data["retired"].items()},
             quarantined=tuple(data["quarantined"]),
-            sizes=tuple((float(size[0]), int(size[1])) if size else None for size in data["sizes"]),
+            sizes=tuple(tuple(size) if isinstance(size, list) else size for size in data["sizes"]),
             floors=tuple(map(int, data["floors"])),
             restoring=tuple(map(int, data["restoring"])),
         )
@@ -77,8 +76,9 @@ def known_learners(standing: Standing, strikes: int, now: float) -> dict[str, Le
 
 def restore_fragments(standing: Standing, run: RunState, tries: int) -> None:
     """Restore guard history, floors and unfinished rollbacks into the run's fragments."""
-    for fragment, sizes in zip(run.fragments, standing.sizes, strict=False):
-        fragment.sizes = SizeHistory.restored(sizes)
+    for guard, summary in zip(run.guards, standing.sizes, strict=False):
+        if summary is not None:
+            guard.restore(summary)
     for fragment, floor in zip(run.fragments, standing.floors, strict=False):
         fragment.floor = max(fragment.floor, floor)
     for index in standing.restoring:
@@ -98,7 +98,7 @@ def standing_of(
         gone=tuple(learner.name for learner in began if learner.phase == "gone"),
         retired={learner.name: tuple(learner.retired) for learner in run.learners.values() if learner.retired},
         quarantined=tuple(learner.name for learner in began if learner.quarantined),
-        sizes=tuple(fragment.sizes.summary() for fragment in run.fragments),
+        sizes=tuple(guard.summary() for guard in run.guards),
         good_step=good_step,
         best_loss=best_loss,
         floors=tuple(fragment.floor for fragment in run.fragments),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from skerry.config import SyncConfig
-from skerry.core.guard import SizeHistory
+from skerry.core.guard import Guard
 from skerry.core.messages import Contributed
 from skerry.core.quorum import MovingAverage
 from skerry.core.schedule import Schedule
@@ -113,7 +113,6 @@ class FragmentProgress:
     """The round of the newest version."""
     counted: dict[str, Counted] = field(default_factory=dict)
     round: Round | None = None
-    sizes: SizeHistory = field(default_factory=SizeHistory)
     restoring: int = 0
     """Attempts left to restore the good copy; 0 if no restore is in progress."""
     floor: int = 0
@@ -146,6 +145,8 @@ class RunState:
     schedule: Schedule
     fragments: list[FragmentProgress]
     learners: dict[str, LearnerState]
+    guards: list[Guard]
+    """One for each fragment."""
     step: int = 0
     phase: RunPhase = "gathering"
     banked_tokens: int = 0

@@ -40,6 +40,7 @@ from typing import Any
 
 from skerry.config import SyncConfig
 from skerry.core import records
+from skerry.core.guard import make_guards
 from skerry.core.leases.policy import LeasePolicy
 from skerry.core.membership import RETURN_S, Membership
 from skerry.core.messages import (
@@ -98,6 +99,7 @@ class SyncerCore:
             Schedule(sync, fragments),
             progress or [FragmentProgress() for _ in range(fragments)],
             known_learners(standing, sync.strikes, now),
+            make_guards(sync, fragments),
             standing.step,
             standing.phase,
             standing.banked_tokens,

@@ -109,8 +109,10 @@ def check_job(config: Config) -> tuple[Corpus, GPT]:
     """Load the corpus and build the initial model. Also the quickest check of the settings."""
     from skerry.data.corpus import load_corpus
     from skerry.models.gpt import build_gpt
+    from skerry.syncer.extensions import check_extensions
     from skerry.train.job import load_weights_file, pick_device
 
+    check_extensions(config.sync)
     pick_device(config.islands.device)
     corpus = load_corpus(config.data, config.model.context)
     model = build_gpt(config.model, corpus.vocab, config.train.seed)

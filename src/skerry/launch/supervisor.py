@@ -143,6 +143,10 @@ class Supervisor:
         if worker is not None:
             worker.child.signal(number)
 
+    def pid(self, part: str) -> int | None:
+        worker = self._worker(part)
+        return worker.child.pid if worker is not None and worker.start_again_at is None else None
+
     def _worker(self, part: str) -> Worker | None:
         return next((worker for worker in self.workers if worker.child.name == part and not worker.done), None)
 

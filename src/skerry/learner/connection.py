@@ -35,6 +35,7 @@ from skerry.learner.transport.reachability import Reachability
 from skerry.learner.transport.routes import Routes
 from skerry.learner.transport.sidecar import Sidecar
 from skerry.learner.transport.striped import StripedStreams
+from skerry.tensors.codecs.codec import CODECS
 from skerry.tensors.fragments import split
 from skerry.tensors.memory import give_back
 from skerry.tensors.model import model_tensors
@@ -272,6 +273,8 @@ class Connection:
                 raise JoinRefused(f"the syncer at {self.address} now serves another run ({description.run_id})")
             return self.session
         sync: SyncConfig = from_json(SyncConfig, description.sync_json)
+        for setting, name in (("sync.send", sync.send), ("sync.publish", sync.publish)):
+            CODECS.get(name, setting, f"run {description.run_id} at {self.address}")
         layout = split([spec for spec, _ in model_tensors(self._model)], sync.fragments)
         # In a thread, because it may allocate gigabytes.
         replica = await self.background.in_thread(Replica, self._model, layout, sync, self._seams.snapshot)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from skerry.config import SyncConfig
 from skerry.core import messages as m
 from skerry.errors import SkerryError
 from skerry.syncer.rpc.fragments import ServedFragments
@@ -17,7 +18,7 @@ from skerry.syncer.storage.run_folder import read_values
 from skerry.syncer.storage.store import RunStore, Written
 from skerry.syncer.storage.tape import Tape
 from skerry.tensors.fragments import Layout
-from skerry.tensors.merge import FragmentState, merge
+from skerry.tensors.merge import FragmentState, merge, merge_rule, outer_optimizer
 
 MERGERS = 4
 """Threads that compute and write merges. They mostly wait for the disk."""
@@ -47,12 +48,13 @@ class LocalPlane:
     def __init__(
         self,
         layout: Layout,
-        radial: bool,
+        sync: SyncConfig,
         served: ServedFragments,
         contributions: Contributions,
         write: Callable[[m.Merge, FragmentState], Written],
     ) -> None:
-        self._layout, self._radial = layout, radial
+        self._layout = layout
+        self._rule, self._outer = merge_rule(sync), outer_optimizer(sync)
         self._served, self._contributions = served, contributions
         self._write = write
         self._states: dict[int, FragmentState] = {}
@@ -85,9 +87,10 @@ class LocalPlane:
             before,
             [contribution.delta for contribution in gathered],
             [share.weight for share in order.shares],
-            radial=self._radial,
             lr=order.outer_lr,
             momentum=order.outer_momentum,
+            rule=self._rule,
+            outer=self._outer,
             presence=order.presence,
             norms=[contribution.norms for contribution in gathered],
             fresh=order.fresh,
@@ -117,6 +120,7 @@ class Merger:
         self._plane = plane
         self._tape = tape
         self._good = GoodCopies(store.folder, store.disk)
+        self._outer = outer_optimizer(store.identity.sync)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skerry-copies")
 
     async def merge(self, order: m.Merge) -> m.Stored | m.StoreFailed:
@@ -139,12 +143,12 @@ class Merger:
         return m.GoodCopyKept(step)
 
     async def restore(self, order: m.Restore) -> m.Stored | m.StoreFailed:
-        """Make a version from a good copy, with zero momentum."""
+        """Make a version from a good copy, with a fresh optimizer state."""
         empty_merge = m.Merge(order.fragment, order.version, order.round, (), 0.0, 0.0, 0.0)
         try:
             values = await in_pool(self._thread, self._good.read, order.good_step, order.fragment)
             # Published in full: a lossy difference would leave learners with part of the divergence.
-            state = FragmentState.fresh(values)
+            state = FragmentState.fresh(values, self._outer)
             written = await in_pool(self._thread, self._store.write, empty_merge, state)
             await self._tape.commit(written)
         except SkerryError as error:

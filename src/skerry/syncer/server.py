@@ -25,6 +25,7 @@ from skerry.core.state import FragmentProgress
 from skerry.core.syncer import SyncerCore
 from skerry.errors import SkerryError
 from skerry.syncer.decisions import Decisions
+from skerry.syncer.extensions import check_extensions
 from skerry.syncer.merging import LocalPlane, Merger
 from skerry.syncer.metrics_log import MetricsLog
 from skerry.syncer.rescue import Rescue
@@ -40,6 +41,7 @@ from skerry.syncer.rpc.roster import Roster
 from skerry.syncer.rpc.state_relay import StateRelay
 from skerry.syncer.rpc.uploads import Contributions
 from skerry.syncer.sharding.shards import Shards, spread
+from skerry.syncer.sinks import SinkFeeder
 from skerry.syncer.snapshots import Snapshots
 from skerry.syncer.storage.store import RunStore
 from skerry.syncer.storage.tape import Tape
@@ -59,11 +61,13 @@ class SyncerServer:
     def __init__(self, store: RunStore, *, clock: Clock | None = None, shards: int = 0) -> None:
         self.store, self.clock = store, clock or SystemClock()
         self.layout, self.sync = store.identity.layout, store.identity.sync
+        check_extensions(self.sync, str(store.folder))
         count = len(self.layout.fragments)
         progress, standing = self._load_progress()
         places = spread(self.layout, shards) if shards else ()
         self.core = SyncerCore(self.sync, count, now=self.clock.now(), progress=progress, standing=standing, places=places)
         self.ended = asyncio.Event()
+        self._sinks = SinkFeeder(store.folder, self.sync) if self.sync.sinks else None
         self._log = MetricsLog(store.folder, self.clock)
         self._tape = Tape(store, self.core.standing)
         self.decisions = Decisions(self.core, self.clock, self._tape, self._log)
@@ -76,7 +80,7 @@ class SyncerServer:
         served.serve_fixed(store.fixed_bytes())
         contributions = Contributions(self.layout, self.sync, served, admission)
         self._bulk = BulkService(served, contributions, admission, self._relay)
-        self._plane = LocalPlane(self.layout, self.sync.merge == "radial", served, contributions, store.write)
+        self._plane = LocalPlane(self.layout, self.sync, served, contributions, store.write)
         self._rescue = Rescue(store, self.decisions, self._relay, self._serve_rescued)
         self._shards = Shards(shards, store, admission, self.decisions, self._roster, self._rescue) if shards else None
         lost = tuple(store.fallbacks)
@@ -334,6 +338,8 @@ class SyncerServer:
         finally:
             self._log.close()
             self.store.close()
+            if self._sinks is not None:
+                self._sinks.close()
 
     def _write_summary(self) -> None:
         self._log.summary(self.core, self._roster.vitals)

@@ -11,12 +11,16 @@ to its older base.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from skerry.config import SyncConfig
+from skerry.errors import ConfigError
+from skerry.registry import Registry
 from skerry.tensors.codecs.codec import Codec
 from skerry.tensors.fragments import Fragment, Layout
 from skerry.tensors.memory import empty_like
@@ -27,13 +31,20 @@ class FragmentState:
     """The syncer's state of one fragment."""
 
     values: Tensor
-    momentum: Tensor
+    state: Mapping[str, Tensor]
+    """The outer optimizer's own tensors by name, stored with every version."""
     shown: Tensor | None = None
     """The values that learners have, if the publishing codec is lossy (see `publish`)."""
 
     @staticmethod
-    def fresh(values: Tensor) -> FragmentState:
-        return FragmentState(values, torch.zeros_like(values))
+    def fresh(values: Tensor, outer: OuterOptimizer | None = None) -> FragmentState:
+        """Before the first outer step."""
+        return FragmentState(values, (outer or Nesterov()).fresh(values))
+
+    @property
+    def momentum(self) -> Tensor:
+        """The state of the `nesterov` optimizer."""
+        return self.state["momentum"]
 
     @property
     def public(self) -> Tensor:
@@ -48,12 +59,63 @@ def publish(before: FragmentState, after: FragmentState, codec: Codec) -> tuple[
     corrects the error of this one.
     """
     if codec.exact:
-        return FragmentState(after.values, after.momentum), codec.encode(after.values)
+        return FragmentState(after.values, after.state), codec.encode(after.values)
     difference = torch.sub(after.values, before.public, out=empty_like(after.values))
     data = codec.encode(difference)
     # Reuses the memory of `difference`.
     shown = difference.copy_(codec.decode(data, after.values.numel())).add_(before.public)
-    return FragmentState(after.values, after.momentum, shown), data
+    return FragmentState(after.values, after.state, shown), data
+
+
+class MergeRule(Protocol):
+    """Combines the contributions of several learners to one tensor of the model into one.
+
+    Made once in each process that merges, from the run's settings. Called for every trained tensor but embeddings, on one of
+    several merge threads, so it keeps no state. Equal arguments must give equal bits, or `skerry replay` fails.
+    """
+
+    def __call__(
+        self, deltas: Sequence[Tensor], weights: Sequence[float], norms: Sequence[float] | None, out: Tensor
+    ) -> object:
+        """Write the combined progress into `out`, flat fp32. `deltas` are flat, in fp32 or bf16, at least one, and not to be
+        changed. `norms` are their Euclidean norms, where these are known."""
+        ...
+
+
+class OuterOptimizer(Protocol):
+    """Applies merged progress to a fragment.
+
+    Made once in each process that merges, from the run's settings. Called on one of several merge threads, one call at a time
+    for one fragment. All that it remembers is in the fragment's state, which is stored with each version. Equal arguments must
+    give equal bits, or `skerry replay` fails.
+    """
+
+    def fresh(self, values: Tensor) -> dict[str, Tensor]:
+        """The state before the first step: flat contiguous fp32 tensors on the host, by name. A tensor as long as `values`
+        belongs to its elements: it is set to 0 where these are running statistics, which no optimizer moves."""
+        ...
+
+    def step(self, before: FragmentState, progress: Tensor, lr: float, momentum: float) -> FragmentState:
+        """The values and the state after this step, in new tensors; `progress` may be used up. `lr` and `momentum` are what
+        `sync.outer_lr` and `sync.outer_momentum` come to at this point of the run."""
+        ...
+
+
+MERGE_RULES: Registry[Callable[[SyncConfig], MergeRule]] = Registry("merge rule")
+OUTER_OPTIMIZERS: Registry[Callable[[SyncConfig], OuterOptimizer]] = Registry("outer optimizer")
+
+
+def merge_rule(sync: SyncConfig, run: str = "") -> MergeRule:
+    return MERGE_RULES.get(sync.merge, "sync.merge", run)(sync)
+
+
+def outer_optimizer(sync: SyncConfig, run: str = "") -> OuterOptimizer:
+    found = OUTER_OPTIMIZERS.get(sync.outer, "sync.outer", run)(sync)
+    if taken := {"values", "shown"} & found.fresh(torch.zeros(1)).keys():
+        raise ConfigError(
+            f"outer optimizer {sync.outer!r} must not call its state {taken.pop()!r}: version files use that name"
+        )
+    return found
 
 
 BLOCK = 1 << 19
@@ -109,7 +171,9 @@ def _square_norm(block: Tensor) -> float:
     return found
 
 
-def mean(deltas: Sequence[Tensor], weights: Sequence[float], out: Tensor | None = None) -> Tensor:
+def mean(
+    deltas: Sequence[Tensor], weights: Sequence[float], norms: Sequence[float] | None = None, out: Tensor | None = None
+) -> Tensor:
     """Weighted mean. Sums in the given order, so that equal inputs give equal bits."""
     result = empty_like(deltas[0]) if out is None else out
     total = sum(weights)
@@ -150,7 +214,7 @@ def radial_mean(
         square_length += _square_norm(result[here])
     length = math.sqrt(square_length)
     if length < CANCELLED:
-        return mean(deltas, weights, result)
+        return mean(deltas, weights, out=result)
     radius = sum(share * of for share, of in zip(weights, norms, strict=True)) / total
     return result.mul_(radius / length)
 
@@ -158,13 +222,28 @@ def radial_mean(
 def nesterov(state: FragmentState, gradient: Tensor, lr: float, momentum: float) -> FragmentState:
     """One step of SGD with Nesterov momentum; equal to torch.optim.SGD(nesterov=True) when momentum > 0. Overwrites the
     gradient with the new momentum."""
-    after = FragmentState(empty_like(state.values), gradient)
+    after = FragmentState(empty_like(state.values), {"momentum": gradient})
     for here, room in _blocks(gradient):
         # The same operations in the same order as torch.optim.SGD, so that the result is bit for bit identical.
         step = room.copy_(gradient[here])
-        buffer = torch.mul(state.momentum[here], momentum, out=after.momentum[here]).add_(step)
+        buffer = torch.mul(state.momentum[here], momentum, out=gradient[here]).add_(step)
         torch.add(state.values[here], step.add_(buffer, alpha=momentum), alpha=-lr, out=after.values[here])
     return after
+
+
+class Nesterov:
+    """The outer optimizer of the paper."""
+
+    def fresh(self, values: Tensor) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(values)}
+
+    def step(self, before: FragmentState, progress: Tensor, lr: float, momentum: float) -> FragmentState:
+        return nesterov(before, progress, lr, momentum)
+
+
+MERGE_RULES.add("radial", lambda sync: radial_mean)
+MERGE_RULES.add("mean", lambda sync: mean)
+OUTER_OPTIMIZERS.add("nesterov", lambda sync: Nesterov())
 
 
 def merge(
@@ -174,9 +253,10 @@ def merge(
     deltas: Sequence[Tensor],
     weights: Sequence[float],
     *,
-    radial: bool,
     lr: float,
     momentum: float,
+    rule: MergeRule = radial_mean,
+    outer: OuterOptimizer | None = None,
     presence: float = 1.0,
     norms: Sequence[Sequence[float]] | None = None,
     fresh: Sequence[bool] | None = None,
@@ -195,26 +275,28 @@ def merge(
     for number, piece in enumerate(fragment.pieces):
         here = slice(at, at + piece.numel)
         at += piece.numel
-        rule = layout.tensors[piece.tensor].rule
+        kind = layout.tensors[piece.tensor].rule
         parts = [delta[here] for delta in deltas]
-        if rule == "average" and statistics is not None:
+        if kind == "average" and statistics is not None:
             statistics[here] = True
             known = [n for n in range(len(deltas)) if fresh is None or fresh[n]]
             if known:
-                mean([parts[n] for n in known], [weights[n] for n in known], progress[here])
+                mean([parts[n] for n in known], [weights[n] for n in known], out=progress[here])
             else:
                 progress[here] = 0.0
-        elif radial and rule == "radial":
-            radial_mean(parts, weights, [of[number] for of in norms] if norms is not None else None, progress[here])
+        elif kind == "radial":
+            rule(parts, weights, [of[number] for of in norms] if norms is not None else None, progress[here])
         else:
-            mean(parts, weights, progress[here])
+            mean(parts, weights, out=progress[here])
     averages = (state.values - progress)[statistics] if statistics is not None else None
     if presence != 1.0:
         progress.mul_(presence)
-    merged = nesterov(state, progress, lr, momentum)
+    merged = (outer or Nesterov()).step(state, progress, lr, momentum)
     if averages is not None:
         merged.values[statistics] = averages
-        merged.momentum[statistics] = 0.0
+        for tensor in merged.state.values():
+            if tensor.shape == merged.values.shape:
+                tensor[statistics] = 0.0
     return merged
 
 

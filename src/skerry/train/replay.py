@@ -24,11 +24,12 @@ from skerry.errors import ReplayError
 from skerry.learner.replica import Replica
 from skerry.learner.state.optimizer_state import OptimizerState
 from skerry.models.gpt import build_gpt
+from skerry.syncer.extensions import check_extensions
 from skerry.syncer.storage.create import gather
 from skerry.syncer.storage.run_folder import read_checksums, read_fixed
 from skerry.syncer.storage.version_file import state_checksum
 from skerry.tensors.codecs.per_tensor import fragment_codec
-from skerry.tensors.merge import FragmentState, merge, publish
+from skerry.tensors.merge import FragmentState, merge, merge_rule, outer_optimizer, publish
 from skerry.tensors.model import model_tensors
 from skerry.train.island import COLD_STEPS
 from skerry.train.job import Job, build_job, build_optimizers, load_weights_file, lr_factor
@@ -174,7 +175,9 @@ class Replay:
     def __init__(self, folder: Path) -> None:
         self.recording = Recording(folder)
         identity = self.recording.identity
+        check_extensions(identity.sync, str(folder))
         self._layout = identity.layout
+        self._rule, self._outer = merge_rule(identity.sync), outer_optimizer(identity.sync)
         self.sent = [fragment_codec(identity.sync.send, self._layout, fragment) for fragment in self._layout.fragments]
         self._publish_codecs = [
             fragment_codec(identity.sync.publish, self._layout, fragment) for fragment in self._layout.fragments
@@ -205,7 +208,8 @@ class Replay:
         if config.init:
             load_weights_file(model, config.init)
         named = {spec.name: tensor for spec, tensor in model_tensors(model)}
-        states = [FragmentState.fresh(gather(self._layout, fragment, named)) for fragment in self._layout.fragments]
+        fragments = self._layout.fragments
+        states = [FragmentState.fresh(gather(self._layout, fragment, named), self._outer) for fragment in fragments]
         checksums = read_checksums(self.recording.folder)
         for index, state in enumerate(states):
             if state_checksum(state) != checksums[index, 0]:
@@ -269,9 +273,10 @@ class Replay:
             before,
             deltas,
             [share.weight for share in merged.shares],
-            radial=self.recording.identity.sync.merge == "radial",
             lr=merged.outer_lr,
             momentum=merged.outer_momentum,
+            rule=self._rule,
+            outer=self._outer,
             presence=merged.presence,
             fresh=[share.base == merged.version - 1 for share in merged.shares],
         )

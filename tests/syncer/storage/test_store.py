@@ -71,7 +71,7 @@ def order(version: int, fragment: int = 0, step: int = 3) -> Merge:
 def commit(store: RunStore, version: int, fragment: int = 0, step: int = 3) -> FragmentState:
     """The next version: all values moved by one, momentum equal to the version."""
     state = store.load()[0][fragment]
-    new = FragmentState(state.values + 1, torch.full_like(state.values, float(version)))
+    new = FragmentState(state.values + 1, {"momentum": torch.full_like(state.values, float(version))})
     entry = TapeEntry(float(version), records.Merged(fragment, version, step, (), 0.7, 0.6, 1.0))
     standing = Standing(step, 10 * version, "running", {"island-0": ("first", 0, step, 0)})
     store.commit([store.write(order(version, fragment, step), new)], standing, [entry])
@@ -246,7 +246,7 @@ def test_leftovers_of_a_crash_are_moved_aside_and_the_newest_committed_version_i
     store = RunStore(folder)
     committed = commit(store, 1)
     # Written, synced and renamed, but its row never came.
-    left = FragmentState(committed.values + 100, committed.momentum)
+    left = FragmentState(committed.values + 100, committed.state)
     label = Label(store.identity.run_id, 0, 2, 6)
     write_version(folder, "0000-00000002.safetensors", left, label, state_checksum(left))
     (folder / "fragments" / ".0001-00000001.safetensors.partial").write_bytes(b"half")
@@ -410,7 +410,7 @@ elif when == "before the row":
 elif when == "before the row is durable":
     database.append = lambda *_: os._exit(7)
 order = Merge(0, 1, 3, (Share("island-0", "first", 0, 3, 30, 300.0, at_step=3),), 0.7, 0.6, 1.0)
-written = store.write(order, FragmentState(state.values + 1, state.momentum + 2))
+written = store.write(order, FragmentState(state.values + 1, {"momentum": state.momentum + 2}))
 standing = Standing(3, 30, "running", {"island-0": ("first", 0, 3, 0)})
 store.commit([written], standing, [stores.TapeEntry(1.0, Repaired("1"))])
 os._exit(7)

@@ -22,6 +22,7 @@ import grpc
 from skerry.core import messages as m
 from skerry.core.share import Share
 from skerry.errors import RunFailed, SkerryError, StoreError, WireError
+from skerry.syncer.extensions import check_extensions
 from skerry.syncer.merging import LocalPlane, in_pool
 from skerry.syncer.rpc.admission import NotTaken
 from skerry.syncer.rpc.bulk import BulkService
@@ -121,10 +122,11 @@ class Shard:
         self._attempts = itertools.count(1)
         self._admission = RemoteAdmission()
         layout, sync = self._identity.layout, self._identity.sync
+        check_extensions(sync, str(folder))
         served = ServedFragments(layout, sync)
         self._contributions = Contributions(layout, sync, served, self._admission)
         self._bulk = BulkService(served, self._contributions, self._admission)
-        self._plane = LocalPlane(layout, sync.merge == "radial", served, self._contributions, self._write)
+        self._plane = LocalPlane(layout, sync, served, self._contributions, self._write)
         self._serving: dict[int, tuple[int, int]] = {}
         """Fragment → version and checksum of what is served."""
         self._written: dict[int, Written] = {}

@@ -20,12 +20,13 @@ from skerry.config import SyncConfig, to_json
 from skerry.core import records
 from skerry.durable import DISK, unlink
 from skerry.errors import StoreError
+from skerry.syncer.extensions import check_extensions
 from skerry.syncer.storage import database as db
 from skerry.syncer.storage.database import TapeEntry
 from skerry.syncer.storage.run_folder import FORMAT, RunIdentity, identity_text, is_run, read_identity
 from skerry.syncer.storage.version_file import Label, checksums_of, file_name, write_version
 from skerry.tensors.fragments import Fragment, Layout, TensorSpec, split
-from skerry.tensors.merge import FragmentState
+from skerry.tensors.merge import FragmentState, outer_optimizer
 
 
 def gather(layout: Layout, fragment: Fragment, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -41,6 +42,8 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
     """Create a run folder from a model's initial tensors. The run exists once run.json does. Raises StoreError."""
     if is_run(folder):
         raise StoreError(f"{folder} already holds a run")
+    check_extensions(sync)
+    outer = outer_optimizer(sync)
     specs = [spec for spec, _ in tensors]
     layout = split(specs, sync.fragments)
     named = {spec.name: tensor for spec, tensor in tensors}
@@ -59,7 +62,7 @@ def create_run(folder: Path, tensors: Sequence[tuple[TensorSpec, Tensor]], sync:
         with contextlib.closing(database), database:
             db.make_tables(database)
             for fragment in layout.fragments:
-                state = FragmentState.fresh(gather(layout, fragment, named))
+                state = FragmentState.fresh(gather(layout, fragment, named), outer)
                 file, sums = file_name(fragment.index, 0), checksums_of(state)
                 write_version(folder, file, state, Label(run_id, fragment.index, 0, 0), sums.state)
                 db.put_version(database, fragment.index, 0, 0, file, sums.state, sums.public)

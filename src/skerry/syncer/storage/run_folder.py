@@ -2,7 +2,7 @@
 
 run.json                 the run's identity, model and settings; written once, when creation is complete
 fixed.safetensors        tensors that are not trained
-fragments/FFFF-VVVVVVVV.safetensors   values and outer momentum of one version of one fragment
+fragments/FFFF-VVVVVVVV.safetensors   values and outer optimizer state of one version of one fragment
 tape.sqlite              committed versions, all decisions in order, and the run's standing
 standing.json            a recent copy of the standing, in case the tape is lost
 aside/NNNN-WHY/          damaged and leftover files, moved there when the folder was opened; read only for recovery

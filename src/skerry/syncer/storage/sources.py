@@ -19,7 +19,7 @@ from skerry.syncer.storage.good_copies import GoodCopies
 from skerry.syncer.storage.run_folder import RunIdentity, read_identity, snapshot_folders
 from skerry.syncer.storage.version_file import Proven, label_of, newest_proven, numbers_of, prove, read_version
 from skerry.tensors.fragments import Fragment
-from skerry.tensors.merge import FragmentState
+from skerry.tensors.merge import FragmentState, outer_optimizer
 
 KEPT_VERSIONS = 2
 """Version files kept per fragment: the newest, and the previous one for concurrent readers."""
@@ -59,7 +59,7 @@ def newest_source(
         *_by_label(folder, identity, fragment, below),
         *_by_snapshots(folder, identity, fragment, below),
     ]
-    return max(found, key=lambda source: source.version, default=None) or _good_copy(folder, fragment)
+    return max(found, key=lambda source: source.version, default=None) or _good_copy(folder, identity, fragment)
 
 
 def _by_rows(folder: Path, fragment: Fragment, rows: Sequence[sqlite3.Row], below: int | None, where: str = "") -> list[Source]:
@@ -93,12 +93,12 @@ def _by_snapshots(folder: Path, identity: RunIdentity, fragment: Fragment, below
     return found
 
 
-def _good_copy(folder: Path, fragment: Fragment) -> Source | None:
+def _good_copy(folder: Path, identity: RunIdentity, fragment: Fragment) -> Source | None:
     good = GoodCopies(folder)
     for step in good.steps():
         with contextlib.suppress(StoreError):
             good.read(step, fragment.index)
-            return Source(partial(_read_good, good, step, fragment), -1, step, 0, f"the good copy of step {step}")
+            return Source(partial(_read_good, good, step, identity, fragment), -1, step, 0, f"the good copy of step {step}")
     return None
 
 
@@ -109,8 +109,8 @@ def _read_again(path: Path, run_id: str, fragment: Fragment) -> FragmentState:
     return proven.state
 
 
-def _read_good(good: GoodCopies, step: int, fragment: Fragment) -> FragmentState:
-    return FragmentState.fresh(good.read(step, fragment.index))
+def _read_good(good: GoodCopies, step: int, identity: RunIdentity, fragment: Fragment) -> FragmentState:
+    return FragmentState.fresh(good.read(step, fragment.index), outer_optimizer(identity.sync))
 
 
 def version_paths(folder: Path) -> list[Path]:

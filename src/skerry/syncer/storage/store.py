@@ -228,7 +228,7 @@ class RunStore:
         fallback = self.fallbacks[fragment]
         try:
             older = fallback.source.read()
-            state = FragmentState(values, older.momentum, values if older.shown is not None else None)
+            state = FragmentState(values, older.state, values if older.shown is not None else None)
             sums, file = checksums_of(state), file_name(fragment, fallback.version, "rescued")
             with self._database:
                 lost = db.newest_row(self._database, fragment)

@@ -89,7 +89,8 @@ def state_checksum(state: FragmentState) -> int:
 
 
 def _tensors(state: FragmentState) -> dict[str, Tensor]:
-    tensors = {"values": state.values, "momentum": state.momentum}
+    """Everything that is stored, in the order of the checksum."""
+    tensors = {"values": state.values, **{name: state.state[name] for name in sorted(state.state)}}
     return tensors if state.shown is None else {**tensors, "shown": state.shown}
 
 
@@ -121,11 +122,13 @@ def read_version(
 
 def _read(path: Path) -> FragmentState:
     tensors = load_file(path)
-    return FragmentState(tensors["values"], tensors["momentum"], tensors.get("shown"))
+    values, shown = tensors.pop("values"), tensors.pop("shown", None)
+    return FragmentState(values, tensors, shown)
 
 
 def _fits(state: FragmentState, fragment: Fragment) -> bool:
-    return all(t.shape == (fragment.numel,) and t.dtype == torch.float32 for t in _tensors(state).values())
+    whole = (state.values, state.public)
+    return all(t.shape == (fragment.numel,) for t in whole) and all(t.dtype == torch.float32 for t in _tensors(state).values())
 
 
 def label_of(path: Path) -> tuple[Label, int] | None:

@@ -6,13 +6,16 @@ whose rounding IEEE 754 defines, and sums that do not depend on their order.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from skerry.errors import WireError
+from skerry.errors import ConfigError
+from skerry.registry import Registry
 from skerry.tensors.codecs.block import E3M0, Fp8, Int4, Int8
 from skerry.tensors.codecs.topk import TopK
 from skerry.tensors.memory import empty_like
@@ -32,10 +35,16 @@ def is_quick(name: str, numel: int) -> bool:
 
 
 class Codec(Protocol):
-    """Encodes flat vectors as bytes."""
+    """Encodes flat vectors as bytes.
+
+    Made once in each process, without arguments. Called in any thread, several at a time, so it keeps no state. Equal vectors
+    must give equal bytes, in every process and on every device: the syncer and all islands work out what learners hold.
+    """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name it is registered under."""
+        ...
 
     @property
     def exact(self) -> bool:
@@ -89,17 +98,23 @@ class Cast:
 
 
 FP32 = Cast("fp32", torch.float32)
-_CODECS: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (FP32, Cast("bf16", torch.bfloat16), Fp8(), Int8(), Int4(), E3M0(), TopK("topk1", 40), TopK("topk3", 120))
-}
+CODECS: Registry[Callable[[], Codec]] = Registry("codec")
+CODECS.add("fp32", lambda: FP32)
+CODECS.add("bf16", lambda: Cast("bf16", torch.bfloat16))
+CODECS.add("fp8", Fp8)
+CODECS.add("int8", Int8)
+CODECS.add("int4", Int4)
+CODECS.add("e3m0", E3M0)
+CODECS.add("topk1", lambda: TopK("topk1", 40))
+CODECS.add("topk3", lambda: TopK("topk3", 120))
 
 
+@functools.cache
 def codec(name: str) -> Codec:
-    """The codec with this name. Raises WireError."""
-    found = _CODECS.get(name)
-    if found is None:
-        raise WireError(f"codec must be one of {', '.join(_CODECS)}, got {name!r}")
+    """The codec with this name. Raises ConfigError."""
+    found = CODECS.get(name)()
+    if found.name != name:
+        raise ConfigError(f"the codec registered as {name!r} calls itself {found.name!r}; both names must be the same")
     return found
 
 
