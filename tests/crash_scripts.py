@@ -354,11 +354,12 @@ def die_repairing(stage: Stage, seed: int) -> None:
     for number in range(1, 4):
         for fragment, spec in enumerate(store.identity.layout.fragments):
             state = content(fragment, number, spec.numel)
-            store.commit([store.write(Merge(fragment, number, number, (), 0.5, 0.5, 1.0), state)], Standing(number, number), [])
+            order, note = Merge(fragment, number, number, (), 0.5, 0.5, 1.0), records.Repaired(f"{number} of {fragment}")
+            store.commit([store.write(order, state)], Standing(number, number), [TapeEntry(0.0, note)])
     numels = [spec.numel for spec in store.identity.layout.fragments]
     store.close()
     with contextlib.closing(sqlite3.connect(template / "tape.sqlite")) as database, database:
-        database.execute("UPDATE tape SET seal = 0")
+        database.execute("UPDATE tape SET seal = 0 WHERE kind = 'created'")
     damaged = template / "fragments" / "0001-00000003.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     before = _checksums(template)
@@ -372,7 +373,9 @@ def die_repairing(stage: Stage, seed: int) -> None:
         for opening in range(2):
             store = RunStore(folder / "run")
             states, _, standing = store.load()
+            notes = [entry.record.what for entry in store.tape() if isinstance(entry.record, records.Repaired)]
             store.close()
+            assert len(notes) == len(set(notes)) == 3 * len(states), f"intact rows of the tape are lost: {notes}"
             for fragment, state in enumerate(states):
                 expected = content(fragment, 2 if fragment == 1 else 3, numels[fragment])
                 assert torch.equal(state.values, expected.values), f"fragment {fragment}, opening {opening}"

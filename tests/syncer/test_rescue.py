@@ -208,7 +208,9 @@ def test_going_on_without_the_version_is_tried_until_the_disk_takes_it(play, mon
 
 
 @pytest.mark.parametrize("moment", ["an answer", "news", "nothing"])
-def test_a_rescue_that_is_closed_ends_and_leaves_the_damage_to_the_next_process(play, moment: str) -> None:
+def test_a_rescue_that_is_closed_ends_at_once_and_leaves_the_damage_to_the_next_process(play, monkeypatch, moment: str) -> None:
+    monkeypatch.setattr(rescues, "RETURN_S", 1000.0)
+
     async def script(s: Situation) -> None:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         s.answers = {"a": [answer if moment == "an answer" else (REFUSED, memoryview(b""))]}

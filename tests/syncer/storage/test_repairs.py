@@ -514,6 +514,16 @@ def test_a_fragment_goes_on_from_the_file_that_is_there_without_a_copy(folder: P
     ], "a file goes once nothing names it"
 
 
+def test_a_file_that_two_versions_name_stays_while_one_of_them_is_kept(folder: Path) -> None:
+    for repair in range(1, 3):
+        change(folder, "UPDATE tape SET seal = 0 WHERE seq = 5")
+        assert states_of(folder)[1] == [repair * VERSION_STRIDE] * 3
+    store = RunStore(folder)
+    merge(store, 1, 2 * VERSION_STRIDE + 1)
+    store.close()
+    assert file_of(folder, 1).exists(), "readers may be in the middle of the version before"
+
+
 def test_what_a_fragment_may_go_on_from_is_kept_until_it_does(folder: Path) -> None:
     """Neither an opening nor a shard that takes over removes it, although no newest row names it."""
     for version in (NEWEST, NEWEST - 1):
