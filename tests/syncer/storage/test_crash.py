@@ -33,6 +33,8 @@ from skerry.syncer.storage.database import TapeEntry
 from skerry.syncer.storage.store import RunStore
 from skerry.tensors.codecs.codec import raw_bytes
 
+pytestmark = pytest.mark.slow  # hundreds of processes that crash
+
 
 @pytest.fixture
 def memory_disk(tmp_path: Path) -> Iterator[Path]:
