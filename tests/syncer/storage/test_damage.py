@@ -31,6 +31,7 @@ from skerry.core.standing import Standing
 from skerry.errors import StoreError
 from skerry.observe.ledger import audit_run
 from skerry.syncer.storage import database as db
+from skerry.syncer.storage import store as stores
 from skerry.syncer.storage.recovery import VERSION_STRIDE
 from skerry.syncer.storage.restore import manifest_text, newest_complete, read_manifest, restore
 from skerry.syncer.storage.run_folder import read_identity, read_model, read_standing
@@ -127,8 +128,11 @@ def paused(syncer: SyncerThread, act: Callable[[], Any]) -> None:
     def stand_still() -> None:
         nonlocal done
         half = list((folder / "fragments").glob(".*"))
-        noted = read_count(folder, generation(folder))
-        if not half and newest_files() == versions(folder) and noted in (0, len(tape_kinds(folder))):
+        length, noted = len(tape_kinds(folder)), read_count(folder, generation(folder))
+        copy = read_standing_copy(folder, read_identity(folder).run_id)
+        # With every commit standing.json is written too, just after it.
+        copied = stores.COPY_EVERY_S > 0 or (copy is not None and copy.entries == length)
+        if not half and newest_files() == versions(folder) and noted in (0, length) and copied:
             act()
             done = True
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from skerry.checksum import checksum
@@ -97,8 +96,13 @@ def _tensors(state: FragmentState) -> dict[str, Tensor]:
 def write_version(folder: Path, file: str, state: FragmentState, label: Label, content: int, disk: Disk = DISK) -> None:
     """Write a version durably. `content` is the checksum of `state`. Raises OSError."""
     text = json.dumps([*asdict(label).values(), content])
-    metadata = {"label": text, "seal": f"{checksum(text.encode()):08x}"}
-    disk.write_durably(folder / "fragments" / file, *as_parts(_tensors(state), metadata))
+    tensors = _tensors(state)
+    metadata = {"label": text, "seal": f"{checksum(text.encode()):08x}", "shapes": _shapes(tensors)}
+    disk.write_durably(folder / "fragments" / file, *as_parts(tensors, metadata))
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> str:
+    return json.dumps({name: list(tensors[name].shape) for name in sorted(tensors)})
 
 
 def read_version(
@@ -121,7 +125,14 @@ def read_version(
 
 
 def _read(path: Path) -> FragmentState:
-    tensors = load_file(path)
+    # Checksums cover content only, and any name may be that of an optimizer's tensor, so names and shapes are written twice.
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        shapes = (file.metadata() or {}).get("shapes")
+    if shapes is None and tensors.keys() - {"shown"} != {"values", "momentum"}:  # a file from before other optimizers
+        raise SafetensorError("the names of its tensors are not intact")
+    if shapes is not None and shapes != _shapes(tensors):
+        raise SafetensorError("the names or shapes of its tensors are not intact")
     values, shown = tensors.pop("values"), tensors.pop("shown", None)
     return FragmentState(values, tensors, shown)
 
