@@ -298,7 +298,7 @@ def test_stale_contributions_are_those_of_before(run: Run, tmp_path: Path) -> No
     words = "stale island-0 for 3s"
 
     def named() -> bool:
-        return any("the same" in data["reason"] for _, data in run.tape("unhealthy"))
+        return any("identical" in data["reason"] for _, data in run.tape("unhealthy"))
 
     healed = _suffer_until(run, words, named)
     assert "island-0 has injected faults: stale" in run.log("island-0")
