@@ -473,7 +473,7 @@ def test_files_two_or_more_versions_ahead_show_that_the_tape_is_old(folder: Path
     run_id = read_identity(folder).run_id
     for version in range(NEWEST + 1, NEWEST + ahead + 1):
         state = load_file(file_of(folder, 1))
-        newer = FragmentState(state["values"] - NEWEST + version, state["momentum"])
+        newer = FragmentState(state["values"] - NEWEST + version, {"momentum": state["momentum"]})
         write_version(folder, file_of(folder, 1, version).name, newer, Label(run_id, 1, version, 3), state_checksum(newer))
     values, found, said = states_of(folder)
     assert values == [7.0, 7.0 + ahead, 7.0] and found == [VERSION_STRIDE] * 3
