@@ -43,9 +43,8 @@ def with_fixed_tensors() -> nn.Module:
 
 def merge(store: RunStore, fragment: int, version: int, value: float | None = None) -> None:
     numel = store.identity.layout.fragments[fragment].numel
-    state = FragmentState(
-        torch.full((numel,), float(version if value is None else value)), {"momentum": torch.full((numel,), 0.5)}
-    )
+    values = torch.full((numel,), float(version if value is None else value))
+    state = FragmentState(values, {"momentum": torch.full((numel,), 0.5)})
     order = Merge(fragment, version, 3 * version, (), 0.5, 0.5, 1.0, tokens=10 * version)
     entry = TapeEntry(float(version), records.Merged(fragment, version, 3 * version, (), 0.5, 0.5, 1.0))
     standing = Standing(3 * version, 10 * version, "running", SESSIONS)
