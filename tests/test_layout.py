@@ -37,6 +37,7 @@ PURE_MODULES = {
     "__future__",
     "bisect",
     "collections",
+    "copy",
     "dataclasses",
     "enum",
     "functools",

@@ -12,6 +12,9 @@ from skerry.core.messages import (
     LEFT,
     Action,
     Caution,
+    CloseRequested,
+    FragmentsAway,
+    FragmentsBack,
     Goodbye,
     GoodCopyKept,
     Hello,
@@ -22,6 +25,7 @@ from skerry.core.messages import (
     Restore,
     StoreFailed,
     Tick,
+    WakeAt,
     Welcome,
 )
 from skerry.core.rollback import MAX_ROLLBACKS
@@ -230,3 +234,46 @@ def test_a_rollback_that_was_cut_short_by_the_syncers_end_goes_on() -> None:
     # A disk that fails for a moment only delays it.
     again.send(StoreFailed(0, "no space"))
     assert not of(Restore, again.wait(RETRY_STORE_S / 2)) and len(of(Restore, again.wait(RETRY_STORE_S))) == 1
+
+
+def diverging_while_its_shard_is_away(*, failed_once: bool) -> Run:
+    """Fragment 0 is to be rolled back, and the shard that serves it is away."""
+    run = healthy_run(places=[0, 1])
+    if not failed_once:
+        run.send(FragmentsAway((0,)))
+    step = 20
+    while not run.core.rollback.count:
+        for name in "ab":
+            run.send(Reported(name, step, 10 * step, 0.1, 9.0))
+        step += 1
+        assert step < 80
+    if failed_once:
+        run.send(StoreFailed(0, "no space"))
+        run.send(FragmentsAway((0,)))
+    run.store(1)
+    return run
+
+
+def test_a_rollback_that_waits_for_a_shard_does_not_keep_the_syncer_awake() -> None:
+    run = diverging_while_its_shard_is_away(failed_once=True)
+    run.wait(2 * RETRY_STORE_S)
+    assert all(wake.at > run.now for wake in of(WakeAt, run.send(Tick())))
+    orders = of(Restore, run.send(FragmentsBack((0,))))
+    assert [order.fragment for order in orders] == [0], "it is put back once its shard is"
+
+
+@pytest.mark.parametrize("failed_once", [False, True])
+def test_a_run_ends_although_a_fragment_cannot_be_rolled_back(failed_once: bool) -> None:
+    run = diverging_while_its_shard_is_away(failed_once=failed_once)
+    run.send(CloseRequested())
+    records: list[str] = []
+    while run.core.phase != "ended":
+        actions = run.wait(5.0)
+        records += [action.kind for action in actions if isinstance(action, TapeRecord)]
+        for index, fragment in enumerate(run.core.fragments):
+            if fragment.round is not None and fragment.round.merging_since is not None:
+                run.store(index)
+            for name in sorted(fragment.round.missing) if fragment.round is not None else []:
+                run.nothing(name, index)
+        assert run.now < 10_000, "and does not wait for ever"
+    assert {"not_restored", "left_out"} <= set(records)

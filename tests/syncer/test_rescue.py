@@ -49,6 +49,7 @@ class Situation:
         self.served: list[int] = []
         self.events: list[m.Event] = []
         self.seconds = 0.0
+        self.committing = asyncio.Lock()
         self.news = asyncio.Event()
         """Something was asked or served."""
 
@@ -62,12 +63,13 @@ class Situation:
     def dispatch(self, event: m.Event) -> None:
         self.events.append(event)
 
-    def served_again(self, fragment: int) -> None:
+    async def served_again(self, fragment: int) -> None:
         self.served.append(fragment)
         self.news.set()
 
     async def between_commits(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return work(*arguments)
+        async with self.committing:  # as the tape does: in a thread, one at a time, while the event loop goes on
+            return await asyncio.get_running_loop().run_in_executor(None, lambda: work(*arguments))
 
     async def ask_held(self, learner: str, fragment: int, version: int, wait_s: float) -> Answer:
         assert (fragment, version) == (LOST, NEWEST)
@@ -125,6 +127,21 @@ def test_an_island_that_never_answers_does_not_cost_the_answer_of_another(play) 
         never.set_result((REFUSED, memoryview(b"")))
         await running
         assert s.rescue.over.is_set() and s.served == [LOST]
+
+    play(script)
+
+
+def test_two_islands_that_deliver_the_same_version_at_once_are_one_rescue(play) -> None:
+    async def script(situation: Situation) -> None:
+        both = asyncio.get_running_loop().create_future()
+        situation.answers = {"a": [both], "b": [both]}
+        for name in "ab":
+            situation.rescue.joined(name, HELD)
+        running = asyncio.ensure_future(situation.rescue.run())
+        await situation.until(lambda: sorted(situation.asked) == ["a", "b"])
+        both.set_result((pb.State(), situation.values))
+        await running
+        assert situation.served == [LOST] and rescued(situation)
 
     play(script)
 

@@ -193,6 +193,28 @@ def test_what_is_no_journal_is_not_taken_for_one(text: str) -> None:
     assert read_journal(text, "island", "new") is None
 
 
+def test_a_journal_inherited_by_a_journal_that_inherited_one_is_read() -> None:
+    """An island was killed twice before its first merge."""
+    first, second, third = Journal(), Journal(), Journal()
+    first.restored("peer", [("other", 9)], "")
+    first.began_step(1, 5)
+    second.restored("own", [("first", 1)], first.upto(1))
+    second.began_step(1, 6)
+    third.restored("own", [("second", 1)], second.upto(1))
+    third.began_step(1, 7)
+    found = read_journal(third.upto(1), "island", "third")
+    assert found is not None and found[1] is not None
+    assert (found[0].tokens, found[0].origin, found[1].tokens) == (((1, 7),), (("second", 1),), ((1, 6),))
+
+
+def test_a_malformed_inheritance_does_not_cost_the_journal() -> None:
+    journal = Journal()
+    journal.restored("own", [("old", 1)], '{"since": "x"}')
+    journal.began_step(1, 5)
+    found = read_journal(journal.upto(1), "island", "new")
+    assert found is not None and found[0].tokens == ((1, 5),) and found[1] is None
+
+
 def test_only_what_is_new_of_a_journal_is_written() -> None:
     journal = Journal()
     journal.adopted(2, 0, 1)

@@ -38,7 +38,7 @@ class Inflicted:
         self._stamp: tuple[int, int] | None = None
         self._found: dict[str, float] = {}
         self._first_progress: dict[int, Tensor] = {}
-        self._woke_at = time.monotonic()
+        self._woke_at: float | None = None
 
     @staticmethod
     def here(part: str) -> Inflicted | None:
@@ -82,12 +82,11 @@ class Inflicted:
         from skerry.learner.seams import Seams
 
         self.read()
-        self._woke_at = time.monotonic()
         return Seams(self, self.spoiled, self._slow_step)
 
     def _slow_step(self) -> None:
         factor = self.amount("slow")
-        if factor > 1:
+        if factor > 1 and self._woke_at is not None:  # joining is not part of the first step
             time.sleep((factor - 1) * (time.monotonic() - self._woke_at))
         self._woke_at = time.monotonic()
 

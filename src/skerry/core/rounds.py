@@ -413,11 +413,14 @@ class Rounds:
         contributions gathered for the next one are dropped."""
         for index, fragment in enumerate(self._run.fragments):
             busy = fragment.round
-            if (
-                not fragment.restoring
-                or fragment.away_since is not None
-                or (busy and (busy.merging_since is not None or now < busy.not_before))
-            ):
+            if not fragment.restoring or (busy and busy.merging_since is not None):
+                continue
+            if fragment.away_since is not None:
+                if self._run.phase == "closing" and self.is_given_up(fragment, now):
+                    fragment.restoring, fragment.round = 0, None
+                    actions.append(records.NotRestored(index, "the run ends while its bytes are away"))
+                continue
+            if busy and now < busy.not_before:
                 continue
             assert good_step is not None
             step = self._run.step
@@ -442,7 +445,8 @@ class Rounds:
         fragments = self._run.fragments
         waiting = [r for r in self._run.open_rounds() if r.merging_since is None and (r.arrived or r.needed)]
         times = [max(self._deadline(r) if r.missing else now, r.not_before) for r in waiting]
-        times += [f.round.not_before for f in fragments if f.restoring and f.round and f.round.merging_since is None]
+        restoring = [f for f in fragments if f.restoring and f.away_since is None]
+        times += [f.round.not_before for f in restoring if f.round and f.round.merging_since is None]
         if self._run.phase == "closing" or self._run.in_phase("leaving"):
             times += [self._patience(f) for f in fragments if f.away_since is not None and not self.is_given_up(f, now)]
         return times + [time for flow in self.flows for time in flow.wakes(fragments, now)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -98,7 +99,7 @@ def standing_of(
         gone=tuple(learner.name for learner in began if learner.phase == "gone"),
         retired={learner.name: tuple(learner.retired) for learner in run.learners.values() if learner.retired},
         quarantined=tuple(learner.name for learner in began if learner.quarantined),
-        sizes=tuple(guard.summary() for guard in run.guards),
+        sizes=copy.deepcopy(tuple(guard.summary() for guard in run.guards)),  # a plugin may go on changing its own
         good_step=good_step,
         best_loss=best_loss,
         floors=tuple(fragment.floor for fragment in run.fragments),

@@ -125,8 +125,8 @@ class Contributor:
         else:
             async with self._encoders:
                 encoded = await self._background.in_thread(self._encode, give, source)
-            if session.exchange.has_questions():
-                session.wake()
+        if session.exchange.has_questions():
+            session.wake()  # questions about this fragment waited for the encoder
         del source  # a snapshot holds device memory, and sending may take long
         sending = (routes, question.fragment, question.round)
         if sending in self._sending:

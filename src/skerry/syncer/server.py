@@ -126,9 +126,10 @@ class SyncerServer:
             progress, standing = self.store.load_progress()
         return progress, standing
 
-    def _serve_rescued(self, fragment: int) -> None:
+    async def _serve_rescued(self, fragment: int) -> None:
         if self._shards is None:
-            self._plane.serve(fragment, self.core.fragments[fragment].version, self.store.load_state(fragment))
+            state = await self._tape.between_commits(self.store.load_state, fragment)
+            self._plane.serve(fragment, self.core.fragments[fragment].version, state)
             self.decisions.dispatch(m.FragmentsBack((fragment,)))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from skerry.wire import skerry_pb2 as pb
 from skerry.wire.calls import TryAgain, read, wire_errors
 from skerry.wire.framing import CHUNK_BYTES, Assembly, Parcel, Run, chunk, count_chunks
 from skerry.wire.service import SyncerStub
+
+log = logging.getLogger("skerry.learner")
 
 MOST_CHUNKS = 4
 """Most chunks in one run."""
@@ -365,6 +368,8 @@ class ClientStream:
     def _ended(self, call: Any, reader: asyncio.Task[None]) -> None:
         """Fail every transfer in flight on a call that has ended."""
         error = None if reader.cancelled() else reader.exception()
+        if error is not None and not isinstance(error, WireError):
+            log.error("a bulk stream ended by a bug in Skerry", exc_info=error)
         ended = error if isinstance(error, WireError) else WireError(f"the bulk stream ended: {error or 'it was closed'}")
         call.cancel()
         self._call = None

@@ -13,6 +13,7 @@ from skerry.syncer.decisions import Decisions
 REMEMBERED = 10_000
 """Sessions whose position is remembered."""
 MAX_BYTES = 1 << 20
+NOT_A_JOURNAL = (ValueError, RecursionError, AttributeError, TypeError, MalformedRecord)
 
 
 class Journals:
@@ -54,9 +55,13 @@ def read_journal(text: str, learner: str, session: str) -> tuple[records.Journal
         data = json.loads(text)
         inherited = data.pop("inherited", None)
         journal = _checked(data, learner, session)
-        return journal, _checked(inherited, learner, session) if inherited is not None else None
-    except (ValueError, RecursionError, AttributeError, TypeError, MalformedRecord):
+    except NOT_A_JOURNAL:
         return None
+    try:  # a damaged inheritance does not cost the island's own journal
+        earlier = {name: part for name, part in inherited.items() if name not in ("inherited", "source", "origin")}
+        return journal, _checked(earlier, learner, session)
+    except NOT_A_JOURNAL:
+        return journal, None
 
 
 def _checked(data: dict[str, Any], learner: str, session: str) -> records.Journaled:

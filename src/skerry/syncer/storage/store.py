@@ -211,12 +211,12 @@ class RunStore:
 
     def fall_back(self, fragment: int) -> int:
         """Continue a damaged fragment from its newest intact state. Returns its new version. Raises StoreError."""
-        fallback = self.fallbacks[fragment]
+        fallback = self._lost(fragment)
         try:
             with self._database:
                 lost = db.newest_row(self._database, fragment)
                 version = recovery.fall_back(self.folder, self.identity, self._database, fallback)
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, db.DamagedRow) as error:
             raise StoreError(f"fragment {fragment} cannot continue from {fallback.source.description}: {error}") from error
         self._recovered(fragment, lost["file"])
         self._report(recovery.continues_from(fallback))
@@ -225,7 +225,7 @@ class RunStore:
     def take_values(self, fragment: int, values: Tensor, source: str) -> None:
         """Restore a damaged version from an island's values, which the caller has verified. Momentum comes from the older
         state. Raises StoreError."""
-        fallback = self.fallbacks[fragment]
+        fallback = self._lost(fragment)
         try:
             older = fallback.source.read()
             state = FragmentState(values, older.state, values if older.shown is not None else None)
@@ -240,11 +240,17 @@ class RunStore:
                 record = records.Recovered(fragment, fallback.version, fallback.version, source)
                 db.append(self._database, [TapeEntry(time.time(), record)])
                 db.count_rows(self._database, new_versions=0)
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, db.DamagedRow) as error:
             raise StoreError(f"version {fallback.version} of fragment {fragment} cannot be written: {error}") from error
         self._recovered(fragment, lost["file"])
         momentum = f"its momentum from {fallback.source.description}"
         self._report(f"recovered version {fallback.version} of fragment {fragment} from {source}, {momentum}")
+
+    def _lost(self, fragment: int) -> recovery.Fallback:
+        fallback = self.fallbacks.get(fragment)
+        if fallback is None:  # another island was quicker
+            raise StoreError(f"fragment {fragment} is already recovered")
+        return fallback
 
     def _recovered(self, fragment: int, damaged: str) -> None:
         del self.fallbacks[fragment]
