@@ -323,6 +323,8 @@ def test_full_disk_pauses_merging_and_loses_nothing(run: Run) -> None:
     run.told("fault_injected", words)
     versions = [data["version"] for _, data in run.tape("merged") if data["fragment"] == 0]
     assert versions == list(range(1, len(versions) + 1)), "no version is missing"
+    log = run.log("syncer")
+    assert log.count("merging pauses, islands train on") == 1 and "merging has resumed" in log, "said once, and when it is over"
 
 
 def test_an_island_is_given_up_too_early_when_the_syncers_clock_jumps_and_comes_back(run: Run) -> None:

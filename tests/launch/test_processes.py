@@ -130,11 +130,11 @@ def assert_learned(result: dict, tokens: int, loss: float = 3.6, alone: int = 1)
 
 
 def test_run_goes_on_and_ends_well_when_islands_are_killed_at_any_moment(start_run) -> None:
-    tokens = 1_000_000
+    tokens = 3_000_000  # enough for the others to be training still when an island has come back on a busy machine
     run = start_run(tokens)
     os.kill(run.part("island-1").pid, signal.SIGKILL)  # before it has joined
     run.until(lambda: run.count("restarted", "island-1"), "island-1 to be started again")
-    run.until(lambda: run.run_tokens() > tokens // 10, "the run to get going")
+    run.until(lambda: run.run_tokens() > tokens // 30, "the run to get going")
     before = run.island_steps()
     os.kill(run.part("island-2").pid, signal.SIGKILL)  # in the middle of training
     run.until(lambda: run.count("joined", "island-2") >= 2, "island-2 to come back")

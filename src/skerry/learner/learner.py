@@ -315,11 +315,15 @@ class Learner:
     # ------------------------------------------------------------ steps
 
     def _keep_up(self) -> None:
-        if self._replica.is_captured():
-            raise ConfigError("optimizer.step() cannot be part of a CUDA graph: replaying the graph skips Skerry's step hooks")
+        self._check_not_captured()  # before anything waits for the device
         self._replica.model_device.keep_up()
 
+    def _check_not_captured(self) -> None:
+        if self._replica.is_captured():
+            raise ConfigError("optimizer.step() cannot be part of a CUDA graph: replaying the graph skips Skerry's step hooks")
+
     def _begin_step(self) -> None:
+        self._check_not_captured()
         if not self._in_step:
             self._take_gate()
             self._replica.between_steps = False

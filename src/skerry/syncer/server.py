@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
@@ -49,11 +50,15 @@ from skerry.wire import skerry_pb2 as pb
 from skerry.wire.channel import SERVER_OPTIONS, TLS, bind
 from skerry.wire.service import add_to_server
 
+log = logging.getLogger("skerry.syncer")
+
 PULSE_S = 0.25
 PROGRESS_EVERY_S = 1.0
 """Every learner gets the run's progress within twice this, sooner if `silence_s` is short. A message costs it a millisecond."""
 METRICS_EVERY_S = 1.0
 RETRY_FLUSH_S = 0.5
+COMPLAIN_EVERY_S = 60.0
+"""How often the log says again that merging pauses."""
 """Pause before the tape is flushed again after the disk rejected a write."""
 
 
@@ -105,6 +110,8 @@ class SyncerServer:
         """Leases that are not durable yet, and therefore not sent."""
         self._sending_leases = False
         self._flushing = False
+        self._complain_at: float | None = None
+        """While merging pauses: when to log it again."""
         self._snapshot_at = self.clock.now() + self.sync.snapshot_every_s
         self.decisions.record(records.SyncerStarted(self.core.step, self.core.phase))
         for line in store.problems:
@@ -216,6 +223,12 @@ class SyncerServer:
             self.decisions.dispatch(outcome)
         if isinstance(outcome, m.Stored):
             self._log.merged(order, self.clock.now() - started)
+            if self._complain_at is not None:
+                self._complain_at = None
+                log.warning("merging has resumed")
+        elif self._complain_at is None or self.clock.now() >= self._complain_at:
+            self._complain_at = self.clock.now() + COMPLAIN_EVERY_S
+            log.warning("merging pauses, islands train on: %s", outcome.reason)
 
     async def _restore(self, order: m.Restore) -> None:
         async with self._occupied(order.fragment):
