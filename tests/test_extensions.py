@@ -202,6 +202,12 @@ def test_a_plugin_that_cannot_be_imported_gives_one_line(
         assert why in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_plugin_that_is_not_found_is_to_be_put_on_the_path(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKERRY_PLUGINS", "plugin_elsewhere")
+    with pytest.raises(ConfigError, match=r"No module named 'plugin_elsewhere'; put its folder on PYTHONPATH$"):
+        codec("fp16")
+
+
 def test_a_codec_must_go_by_the_name_it_is_registered_under(plugins: Path) -> None:
     CODECS.add("mine", lambda: codec("int8"))
     with pytest.raises(ConfigError, match="the codec registered as 'mine' calls itself 'int8'"):

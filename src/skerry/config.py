@@ -107,7 +107,8 @@ class SyncConfig:
     publish: str = "fp32"
     """Codec of merged fragments: values for fp32, differences to the previous version for all others."""
     feedback: Literal["auto", "always", "never"] = "auto"
-    """Error feedback: add what the encoding of a contribution loses to a later one. `auto` does so for topk1 and topk3."""
+    """Error feedback: add what the encoding of a contribution loses to a later one. `auto` does so for every
+    codec with `needs_feedback`; of the built-in codecs these are topk1 and topk3."""
     start_with: int = 1
     """Learners that must have joined before any of them starts training."""
     budget_tokens: int = 0

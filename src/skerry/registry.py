@@ -100,6 +100,8 @@ class _Plugins:
                 load()
             except Exception as error:  # a plugin may fail in any way
                 why = " ".join(str(error).split()) or "no reason given"
+                if isinstance(error, ModuleNotFoundError) and error.name == module:
+                    why += "; put its folder on PYTHONPATH"
                 self._failure = f"plugin {module} ({source}) cannot be imported: {type(error).__name__}: {why}"
                 return
 

@@ -15,14 +15,14 @@ def why_refused(offer: Contributed, run: RunState, min_base: int, leases: Leases
     learner = run.learners.get(offer.learner)
     if learner is None or learner.phase not in ("training", "leaving"):
         return f"{offer.learner} is not in the run"
-    gathering = fragment.round
-    if gathering is None or gathering.number != offer.round:
+    round_ = fragment.round
+    if round_ is None or round_.number != offer.round:
         return f"no round {offer.round} is open for fragment {offer.fragment}"
-    if gathering.merging_since is not None:
+    if round_.merging_since is not None:
         return f"round {offer.round} of fragment {offer.fragment} is being merged already"
-    if offer.learner in gathering.arrived:
+    if offer.learner in round_.arrived:
         return f"duplicate: {offer.learner} has answered round {offer.round} of fragment {offer.fragment}"
-    if offer.learner not in gathering.asked:
+    if offer.learner not in round_.asked:
         return f"{offer.learner} was not asked for fragment {offer.fragment} in round {offer.round}"
     if offer.base > fragment.version:
         return f"base version {offer.base} of fragment {offer.fragment} does not exist; the newest is {fragment.version}"

@@ -65,7 +65,7 @@ class Flow:
         waited_for = self._waited_for(fragments, now) if self.holds_back else []
         paused_until = self.paused_until(now)
         pause = [] if paused_until is None else [paused_until]
-        return pause + [gathering.opened_at + self._patience_s for gathering in waited_for]
+        return pause + [round_.opened_at + self._patience_s for round_ in waited_for]
 
     def paused_until(self, now: float) -> float | None:
         """No round is opened before this time; None if there is no pause."""

@@ -208,7 +208,7 @@ class Membership:
         gone = self._run.in_phase("gone")
         if len(gone) <= REMEMBERED:
             return
-        in_rounds = {name for gathering in self._run.open_rounds() for name in gathering.arrived}
+        in_rounds = {name for round_ in self._run.open_rounds() for name in round_.arrived}
         for learner in sorted(gone, key=lambda learner: learner.heard_at)[: len(gone) - REMEMBERED]:
             if learner.name not in in_rounds:
                 self._leases.end(learner.name, "it is forgotten", actions)

@@ -104,20 +104,20 @@ class Rounds:
         actions.append(records.Opened(index, number, tuple(sorted(asked))))
         actions.extend(self.ask(name, index, number) for name in sorted(asked))
 
-    def _ask_again(self, index: int, gathering: Round, due: int, owing: set[str], actions: list[Action]) -> None:
+    def _ask_again(self, index: int, round_: Round, due: int, owing: set[str], actions: list[Action]) -> None:
         """Extend an open round when its fragment is due again: ask newcomers, and remind those that have not answered."""
-        if gathering.merging_since is not None:
+        if round_.merging_since is not None:
             return
         # A learner that has answered this round is not asked again. What it owes since then belongs to the next round.
-        owing = owing - set(gathering.arrived) - gathering.declined
-        late = owing - gathering.asked
-        if due > gathering.due:
-            gathering.due = due
-            gathering.asked |= self._run.askable() - set(gathering.arrived) - gathering.declined
-            late |= gathering.missing
-        gathering.asked |= late
-        gathering.needed |= owing
-        actions.extend(self.ask(name, index, gathering.number) for name in sorted(late))
+        owing = owing - set(round_.arrived) - round_.declined
+        late = owing - round_.asked
+        if due > round_.due:
+            round_.due = due
+            round_.asked |= self._run.askable() - set(round_.arrived) - round_.declined
+            late |= round_.missing
+        round_.asked |= late
+        round_.needed |= owing
+        actions.extend(self.ask(name, index, round_.number) for name in sorted(late))
 
     def ask(self, learner: str, index: int, number: int) -> Ask:
         fragment = self._run.fragments[index]
@@ -127,20 +127,20 @@ class Rounds:
     def ask_returned(self, learner: str, actions: list[Action]) -> None:
         """Repeat the unanswered questions to a learner that reconnected."""
         for index, fragment in enumerate(self._run.fragments):
-            gathering = fragment.round
-            if gathering is None or gathering.merging_since is not None or learner in gathering.arrived:
+            round_ = fragment.round
+            if round_ is None or round_.merging_since is not None or learner in round_.arrived:
                 continue
             if self._run.phase == "closing":
                 # This is the last round, so progress is welcome even from a learner that was given up.
-                gathering.asked.add(learner)
-                gathering.needed.add(learner)
-            if learner in gathering.asked:
-                actions.append(self.ask(learner, index, gathering.number))
+                round_.asked.add(learner)
+                round_.needed.add(learner)
+            if learner in round_.asked:
+                actions.append(self.ask(learner, index, round_.number))
 
     def is_asked(self, ask: Ask) -> bool:
         """Whether the answer to this question is still pending."""
-        gathering = self._run.fragments[ask.fragment].round
-        return gathering is not None and gathering.number == ask.round and ask.learner in gathering.missing
+        round_ = self._run.fragments[ask.fragment].round
+        return round_ is not None and round_.number == ask.round and ask.learner in round_.missing
 
     def _min_base(self, learner: str, fragment: FragmentProgress) -> int:
         """The oldest version from which this learner's progress is accepted."""
@@ -162,8 +162,8 @@ class Rounds:
             actions.append(records.Refused(reason, offer.learner, fragment=offer.fragment, round=offer.round))
             return Verdict(reason, merged=False)
         fragment, learner = self._run.fragments[offer.fragment], self._run.learners[offer.learner]
-        gathering = fragment.round
-        assert gathering is not None
+        round_ = fragment.round
+        assert round_ is not None
         learner.heard_at = now
         learner.tokens = max(learner.tokens, offer.at_tokens)
         unhealthy = why_unhealthy(self._run.guards[offer.fragment], offer)
@@ -171,10 +171,10 @@ class Rounds:
             actions.append(records.Unhealthy(offer.learner, offer.fragment, offer.round, unhealthy))
         self._count_strike(learner, unhealthy, actions)
         if unhealthy is not None or learner.quarantined:
-            self._decline(learner, offer.fragment, gathering)
+            self._decline(learner, offer.fragment, round_)
             return Verdict(unhealthy or "", unhealthy=unhealthy is not None, merged=False)
-        gathering.arrived[offer.learner] = offer
-        if learner.owes is not None and offer.learner in gathering.final:
+        round_.arrived[offer.learner] = offer
+        if learner.owes is not None and offer.learner in round_.final:
             learner.owes.discard(offer.fragment)
         return Verdict()
 
@@ -191,28 +191,28 @@ class Rounds:
     def nothing_to_give(self, event: NothingToGive, now: float, actions: list[Action]) -> None:
         if not 0 <= event.fragment < len(self._run.fragments):
             return
-        gathering = self._run.fragments[event.fragment].round
-        if gathering is not None and gathering.number == event.round and event.learner in gathering.missing:
-            self._decline(self._run.learners[event.learner], event.fragment, gathering)
+        round_ = self._run.fragments[event.fragment].round
+        if round_ is not None and round_.number == event.round and event.learner in round_.missing:
+            self._decline(self._run.learners[event.learner], event.fragment, round_)
 
-    def _decline(self, learner: LearnerState, index: int, gathering: Round) -> None:
+    def _decline(self, learner: LearnerState, index: int, round_: Round) -> None:
         """Record that this learner has answered with nothing to merge."""
-        gathering.asked.discard(learner.name)
-        gathering.declined.add(learner.name)
+        round_.asked.discard(learner.name)
+        round_.declined.add(learner.name)
         if learner.owes is not None:
             learner.owes.discard(index)
 
     def need_everything_from(self, learner: str) -> None:
         """Make the open rounds that asked this learner wait for it, because it is leaving."""
-        for gathering in self._run.open_rounds():
-            if learner in gathering.asked:
-                gathering.needed.add(learner)
+        for round_ in self._run.open_rounds():
+            if learner in round_.asked:
+                round_.needed.add(learner)
 
     def drop_unanswered(self, learner: str) -> None:
         """Stop waiting for this learner. Contributions that have arrived still count."""
-        for gathering in self._run.open_rounds():
-            if gathering.merging_since is None and learner not in gathering.arrived:
-                gathering.asked.discard(learner)
+        for round_ in self._run.open_rounds():
+            if round_.merging_since is None and learner not in round_.arrived:
+                round_.asked.discard(learner)
 
     def replaced(self, old: LearnerState) -> None:
         """Void open questions to a session that was replaced. Its contributions that have arrived still count."""
@@ -227,58 +227,61 @@ class Rounds:
     # ------------------------------------------------------------ merging
 
     def settle(self, now: float, actions: list[Action]) -> None:
-        """Order the merge of every round that is complete, or has its quorum and is past its deadline (rule 2)."""
+        """Order the merge of every round that is complete, or has its quorum and is past its deadline (rule 2).
+
+        After the last chance of a leaving learner or a closing run, a merge needs no quorum (rules 8, 14).
+        """
         for index, fragment in enumerate(self._run.fragments):
-            gathering = fragment.round
-            if gathering is None or gathering.merging_since is not None or now < gathering.not_before or fragment.restoring:
+            round_ = fragment.round
+            if round_ is None or round_.merging_since is not None or now < round_.not_before or fragment.restoring:
                 continue
-            missing = gathering.missing
-            if not gathering.arrived:
-                if not missing or (gathering.needed and now >= self._deadline(gathering)):
-                    self._cancel(index, fragment, gathering, actions)
+            missing = round_.missing
+            if not round_.arrived:
+                if not missing or (round_.needed and now >= self._deadline(round_)):
+                    self._cancel(index, fragment, round_, actions)
                 continue
-            quorum = min(self._run.sync.quorum or len(gathering.asked), len(gathering.asked))
-            if gathering.quorum_at is None and len(gathering.arrived) >= quorum:
-                gathering.quorum_at = now
-                self.grace.quorum_time.add(min(now - gathering.opened_at, self._longest_s))
-                gathering.deadline = now + self.grace.seconds(self._run.step_time_s())
-            if not missing or now >= self._deadline(gathering):
-                gathering.merging_since = now
-                actions.append(self._merge_of(index, gathering))
+            quorum = min(self._run.sync.quorum or len(round_.asked), len(round_.asked))
+            if round_.quorum_at is None and len(round_.arrived) >= quorum:
+                round_.quorum_at = now
+                self.grace.quorum_time.add(min(now - round_.opened_at, self._longest_s))
+                round_.deadline = now + self.grace.seconds(self._run.step_time_s())
+            if not missing or now >= self._deadline(round_):
+                round_.merging_since = now
+                actions.append(self._merge_of(index, round_))
 
     @property
     def _longest_s(self) -> float:
         return LAST_CHANCE * self._run.sync.silence_s
 
-    def _deadline(self, gathering: Round) -> float:
+    def _deadline(self, round_: Round) -> float:
         """When to stop waiting: leaving learners get their last chance, all others the grace window."""
-        waited_for = gathering.needed & gathering.missing
+        waited_for = round_.needed & round_.missing
         moved = [self._run.learners[name].moved_at for name in waited_for]
-        last_chance = min(max([gathering.opened_at, *moved]) + self._run.sync.silence_s, gathering.opened_at + self._longest_s)
+        last_chance = min(max([round_.opened_at, *moved]) + self._run.sync.silence_s, round_.opened_at + self._longest_s)
         if waited_for:
             return last_chance
-        if gathering.deadline is not None:
-            return gathering.deadline
-        return last_chance if gathering.needed else math.inf
+        if round_.deadline is not None:
+            return round_.deadline
+        return last_chance if round_.needed else math.inf
 
-    def _cancel(self, index: int, fragment: FragmentProgress, gathering: Round, actions: list[Action]) -> None:
+    def _cancel(self, index: int, fragment: FragmentProgress, round_: Round, actions: list[Action]) -> None:
         """End a round without contributions."""
-        fragment.round, fragment.declined = None, gathering.declined
-        actions.append(records.Cancelled(index, gathering.number))
+        fragment.round, fragment.declined = None, round_.declined
+        actions.append(records.Cancelled(index, round_.number))
         if self._run.in_phase("training"):
             # Learners in lock-step wait for this round: announce that the current version stands.
-            fragment.merged_round = max(fragment.merged_round, gathering.number)
+            fragment.merged_round = max(fragment.merged_round, round_.number)
             if self._run.sync.wait:
-                self._announce(index, gathering.number, actions)
+                self._announce(index, round_.number, actions)
 
-    def _merge_of(self, index: int, gathering: Round) -> Merge:
-        shares = tuple(self._share(gathering.arrived[name]) for name in sorted(gathering.arrived))
-        expected = len(gathering.asked | set(gathering.arrived))
+    def _merge_of(self, index: int, round_: Round) -> Merge:
+        shares = tuple(self._share(round_.arrived[name]) for name in sorted(round_.arrived))
+        expected = len(round_.asked | set(round_.arrived))
         presence = len(shares) / expected if self._run.sync.damp_absent else 1.0
-        stage = self._run.schedule.stage(gathering.number)
+        stage = self._run.schedule.stage(round_.number)
         version = self._run.fragments[index].version + 1
         outer = (stage.outer_lr, stage.outer_momentum)
-        return Merge(index, version, gathering.number, shares, *outer, presence, expected, self._run.tokens)
+        return Merge(index, version, round_.number, shares, *outer, presence, expected, self._run.tokens)
 
     def _share(self, offer: Contributed) -> Share:
         return Share(
@@ -296,31 +299,31 @@ class Rounds:
     def stored(self, event: Stored, now: float, actions: list[Action]) -> None:
         """Count and announce a merge that is now durable (rule 5)."""
         run, fragment = self._run, self._run.fragments[event.fragment]
-        gathering = fragment.round
-        assert gathering is not None and gathering.merging_since is not None, "stored a merge that was not ordered"
+        round_ = fragment.round
+        assert round_ is not None and round_.merging_since is not None, "stored a merge that was not ordered"
         assert event.version == fragment.version + 1, "versions go up one by one"
         fragment.version = event.version
-        if gathering.restores:
+        if round_.restores:
             fragment.restoring, fragment.floor, fragment.round = 0, event.version, None
-            self._announce(event.fragment, gathering.number, actions)
+            self._announce(event.fragment, round_.number, actions)
             return
-        fragment.merged_round = max(fragment.merged_round, gathering.number if run.sync.wait else gathering.due)
+        fragment.merged_round = max(fragment.merged_round, round_.number if run.sync.wait else round_.due)
         fragment.round = None
         run.merges += 1
-        self.participation.append(len(gathering.arrived) / len(gathering.asked | set(gathering.arrived)))
-        self.grace.sync_time.add(min(now - gathering.merging_since, self._longest_s))
+        self.participation.append(len(round_.arrived) / len(round_.asked | set(round_.arrived)))
+        self.grace.sync_time.add(min(now - round_.merging_since, self._longest_s))
         if not run.sync.wait and run.sync.adopt != "carry":  # with "carry" slow exchanges lose no work
             step_s = run.step_time_s()
             limits = self.grace.allowed(step_s), self.grace.longest(step_s)
-            self._flow_of[event.fragment].merged(event.fragment, now, gathering.exchange_s(now), *limits)
-        self._count(event, gathering)
-        self._announce(event.fragment, gathering.number, actions)
+            self._flow_of[event.fragment].merged(event.fragment, now, round_.exchange_s(now), *limits)
+        self._count(event, round_)
+        self._announce(event.fragment, round_.number, actions)
 
-    def _count(self, event: Stored, gathering: Round) -> None:
+    def _count(self, event: Stored, round_: Round) -> None:
         """Note for each learner which of its progress the stored version contains (rule 4)."""
         fragment = self._run.fragments[event.fragment]
-        total = sum(weight(offer.tokens, offer.steps) for offer in gathering.arrived.values())
-        for name, offer in gathering.arrived.items():
+        total = sum(weight(offer.tokens, offer.steps) for offer in round_.arrived.values())
+        for name, offer in round_.arrived.items():
             learner = self._run.learners[name]
             session = offer.session or learner.session
             # If the session was replaced meanwhile, the new one counts its own steps from zero.
@@ -338,23 +341,23 @@ class Rounds:
 
     def store_failed(self, event: StoreFailed, now: float, actions: list[Action]) -> None:
         fragment = self._run.fragments[event.fragment]
-        gathering = fragment.round
-        assert gathering is not None and gathering.merging_since is not None, "a merge failed that was not ordered"
-        gathering.merging_since = None
-        if gathering.restores:
+        round_ = fragment.round
+        assert round_ is not None and round_.merging_since is not None, "a merge failed that was not ordered"
+        round_.merging_since = None
+        if round_.restores:
             fragment.restoring -= 1
             if not fragment.restoring:
                 # Continuing with the current values is better than blocking the fragment.
                 fragment.round = None
                 actions.append(records.NotRestored(event.fragment, event.reason))
                 return
-        if gathering.void:
-            self._drop_void(event.fragment, gathering, actions)
+        if round_.void:
+            self._drop_void(event.fragment, round_, actions)
             return
         # drop_unanswered skips rounds that are being merged, so remove lost learners now.
-        gathering.asked = {name for name in gathering.asked if name in gathering.arrived or self._may_answer(name)}
-        gathering.not_before = now + RETRY_STORE_S
-        actions.append(records.MergeFailed(event.fragment, gathering.number, event.reason))
+        round_.asked = {name for name in round_.asked if name in round_.arrived or self._may_answer(name)}
+        round_.not_before = now + RETRY_STORE_S
+        actions.append(records.MergeFailed(event.fragment, round_.number, event.reason))
 
     def _may_answer(self, name: str) -> bool:
         learner = self._run.learners.get(name)
@@ -366,25 +369,25 @@ class Rounds:
         for index in event.fragments:
             fragment = self._run.fragments[index]
             fragment.away_since = now if fragment.away_since is None else fragment.away_since
-            gathering = fragment.round
-            if gathering is None or gathering.restores:
+            round_ = fragment.round
+            if round_ is None or round_.restores:
                 continue
-            gathering.void = True
-            if gathering.merging_since is None:
-                self._drop_void(index, gathering, actions)
+            round_.void = True
+            if round_.merging_since is None:
+                self._drop_void(index, round_, actions)
 
-    def _drop_void(self, index: int, gathering: Round, actions: list[Action]) -> None:
+    def _drop_void(self, index: int, round_: Round, actions: list[Action]) -> None:
         """Discard a round whose contributions are lost. Learners still have their progress and are asked for it again."""
         fragment = self._run.fragments[index]
-        fragment.round, fragment.dropped_round = None, max(fragment.dropped_round, gathering.number)
+        fragment.round, fragment.dropped_round = None, max(fragment.dropped_round, round_.number)
         fragment.declined = set()  # left over from an earlier round
-        for name in gathering.final & set(gathering.arrived):
+        for name in round_.final & set(round_.arrived):
             owes = self._run.learners[name].owes if name in self._run.learners else None
             if owes is not None:
                 owes.add(index)
         if self._run.phase == "closing":
             self._last_rounds_due.add(index)
-        actions.append(records.Dropped(index, gathering.number, tuple(sorted(gathering.arrived))))
+        actions.append(records.Dropped(index, round_.number, tuple(sorted(round_.arrived))))
 
     def recovered(self, event: FragmentRecovered, now: float, actions: list[Action]) -> None:
         """Continue a fragment from an older state, under a new version number."""

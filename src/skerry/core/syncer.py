@@ -1,10 +1,11 @@
 """The syncer's decisions as a state machine: (state, event, now) → outcome. No tensors, sockets, threads, files or clock.
 
 Rules:
- 1. The run's step is the K-th largest step among the learners that train. Reaching step t opens a round for every fragment
-    due at t.
- 2. A round asks every learner that trains. It merges when all of them have answered, or when K have contributed and the grace
-    window is over.
+ 1. The run's step is the K-th (`sync.quorum`) largest step among the learners that train. Reaching step t opens a round for
+    every fragment due at t.
+ 2. A round asks every learner that trains. It merges when all of them have answered, or when K (`sync.quorum`) have contributed
+    and the grace window is over. Once the last chance of a leaving learner or a closing run is over (rules 8, 14), it merges
+    whatever has arrived, without a quorum.
  3. A fragment has at most one open round. If the fragment is due again meanwhile, the round stays open: learners that have not
     answered are reminded, and newcomers are asked.
  4. A contribution counts once. The learner is next asked for progress since the version that contains it, or a later one.

@@ -50,7 +50,7 @@ class LeasePolicy:
         holding = self.leases.holdings.get(name)
         if holding is None:
             return
-        arrived = [gathering.arrived[name] for gathering in self._run.open_rounds() if name in gathering.arrived]
+        arrived = [round_.arrived[name] for round_ in self._run.open_rounds() if name in round_.arrived]
         kept = max((offer.samples[1] for offer in arrived if offer.session in ("", holding.session)), default=0)
         session, position, ranges = self.leases.take_back(name, kept)
         if ranges:
