@@ -34,6 +34,7 @@ class Reporter:
         """Sends a control message; replaced on each connection."""
         self.wanted = False
         """A report should go out as soon as REPORT_PAUSE_S has passed since the last."""
+        self._timer_set = False
         self._reported_at = -1.0
         self._round_trip_s = 0.0
         self._accounted_at = -ACCOUNT_EVERY_S
@@ -55,8 +56,14 @@ class Reporter:
         wait = REPORT_PAUSE_S - self._age_s()
         if self.wanted and wait <= SOON_S:
             self.report()
-        elif self.wanted:
-            self._background.call_later(wait, again)
+        elif self.wanted and not self._timer_set:  # one timer is enough: each takes the GIL from the training thread
+
+            def due() -> None:
+                self._timer_set = False
+                again()
+
+            self._timer_set = True
+            self._background.call_later(wait, due)
 
     def _age_s(self) -> float:
         passed = self._clock.now() - self._reported_at
