@@ -16,6 +16,7 @@ SOURCES = [
     for folder in ("src", "benchmarks", "configs", "scripts", "examples", "tests")
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in {"", ".py", ".toml", ".proto"} and path.is_file() and path != Path(__file__)
+    if path.parent.suffix != ".egg-info"  # a copy of the README as it was when the package was installed
 ]
 
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
