@@ -407,10 +407,6 @@ class Rounds:
 
     # ------------------------------------------------------------ rollback to the good copy
 
-    def start_restore(self) -> None:
-        for fragment in self._run.fragments:
-            fragment.restoring = RESTORE_TRIES
-
     def restore(self, good_step: int | None, now: float, actions: list[Action]) -> None:
         """Order the restore of each fragment that is to be rolled back (rule 10). A merge in progress finishes first;
         contributions gathered for the next one are dropped."""
@@ -426,9 +422,8 @@ class Rounds:
             if busy and now < busy.not_before:
                 continue
             assert good_step is not None
-            step = self._run.step
-            fragment.round = Round(step, now, set(), due=step, merging_since=now, restores=True)
-            actions.append(Restore(index, fragment.version + 1, step, good_step))
+            fragment.round = Round(self._run.step, now, set(), due=self._run.step, merging_since=now, restores=True)
+            actions.append(Restore(index, fragment.version + 1, self._run.step, good_step))
 
     # ------------------------------------------------------------ end of the run, timers
 

@@ -268,7 +268,8 @@ class SyncerCore:
             return
         training = [learner.name for learner in self.run.in_phase("training")]
         if self.rollback.check(self.run.step, training, actions):
-            self.rounds.start_restore()
+            for fragment in self.run.fragments:
+                fragment.restoring = RESTORE_TRIES
 
     def _finish(self, now: float, actions: list[Action]) -> None:
         """Dismiss leaving learners that are done, or end the run (rules 8, 14)."""
